@@ -1,0 +1,64 @@
+# Every target works on a fresh clone: the virtual environment is made on first use and brought up to date whenever
+# pyproject.toml or constraints.txt changes. `make help` lists the targets.
+
+PYTHON ?= python3
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help:  ## show this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r name text; do printf '  %-12s%s\n' "$$name" "$$text"; done
+
+# An environment that exists already is completed, never replaced. torch goes first and by itself, so that it is the build
+# that constraints.txt and pip's configuration choose, not one that another package's requirements pull in.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v < (3, 14) else f"{sys.executable} is Python {v[0]}.{v[1]}, but 3.10 to 3.13 is needed: make PYTHON=python3.12 ...")'
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing into $(VENV) (some minutes the first time)"
+	@$(PIP) torch
+	@$(PIP) -e '.[dev,examples]'
+	@touch $@
+
+.PHONY: venv
+venv: $(READY)  ## make or update .venv with everything that development and the demo need
+
+.PHONY: demo
+demo: $(READY)  ## run the thinker-talker example
+	$(BIN)/python examples/qwen3_omni_thinker_talker.py
+
+.PHONY: test
+test: $(READY)  ## run all tests; those that need a GPU skip themselves where there is none
+	$(BIN)/python -m pytest --durations=10
+
+.PHONY: test-unit
+test-unit: $(READY)  ## run the tests that start no Ray
+	$(BIN)/python -m pytest tests/unit
+
+.PHONY: lint
+lint: $(READY)  ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+.PHONY: typecheck
+typecheck: $(READY)  ## mypy --strict
+	$(BIN)/mypy
+
+.PHONY: check
+check: lint typecheck  ## lint and typecheck
+
+.PHONY: bench
+bench: $(READY)  ## measure store and retrieve on this node against memcpy
+	$(BIN)/python benchmarks/same_node.py
+
+.PHONY: clean
+clean:  ## remove .venv, caches and build output
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

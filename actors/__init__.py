@@ -1,0 +1,1 @@
+"""The service's Ray actors, thin shells around `hs_cache`, and how they are deployed."""

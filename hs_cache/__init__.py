@@ -1,0 +1,85 @@
+"""A hidden-state cache that runs on Ray.
+
+``hs_cache.connect()`` gives a client; see `hs_cache.HiddenStateCache`. Names are imported when they are first used, so
+that the parts without Ray also work where Ray is not installed.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hs_cache.client import AsyncHiddenStateCache, HiddenStateCache, aconnect, connect
+    from hs_cache.config import CacheConfig
+    from hs_cache.errors import (
+        CacheClosedError,
+        ConfigError,
+        ConfigMismatchError,
+        HiddenStateCacheError,
+        InvalidInputError,
+        PoolError,
+        PoolTooLargeError,
+        ServiceError,
+        ServiceNotRunningError,
+        ServiceTimeoutError,
+        StaleIncarnationError,
+    )
+    from hs_cache.keys import ChunkKeys, KeySpace, TokenDatabase
+    from hs_cache.launch import start, stop
+    from hs_cache.results import CacheStatistics, PrefixHit, StoreResult
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AsyncHiddenStateCache",
+    "CacheClosedError",
+    "CacheConfig",
+    "CacheStatistics",
+    "ChunkKeys",
+    "ConfigError",
+    "ConfigMismatchError",
+    "HiddenStateCache",
+    "HiddenStateCacheError",
+    "InvalidInputError",
+    "KeySpace",
+    "PoolError",
+    "PoolTooLargeError",
+    "PrefixHit",
+    "ServiceError",
+    "ServiceNotRunningError",
+    "ServiceTimeoutError",
+    "StaleIncarnationError",
+    "StoreResult",
+    "TokenDatabase",
+    "aconnect",
+    "connect",
+    "start",
+    "stop",
+]
+
+_HOME = {
+    "AsyncHiddenStateCache": "client",
+    "HiddenStateCache": "client",
+    "aconnect": "client",
+    "connect": "client",
+    "CacheConfig": "config",
+    "ChunkKeys": "keys",
+    "KeySpace": "keys",
+    "TokenDatabase": "keys",
+    "start": "launch",
+    "stop": "launch",
+    "CacheStatistics": "results",
+    "PrefixHit": "results",
+    "StoreResult": "results",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME.get(name, 'errors')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,154 @@
+"""``hs-cache``, the command line. `actors.__main__`, which gets installed, adds the commands that create actors."""
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import click
+import ray
+import yaml
+from ray.exceptions import GetTimeoutError, RayError
+from rich.console import Console
+from rich.table import Table
+
+from hs_cache.config import CacheConfig
+from hs_cache.errors import ConfigError, HiddenStateCacheError, ServiceError
+from hs_cache.messages import NodeStatistics
+from hs_cache.router import HIDDEN_STATES, find_actor, nodes_of
+
+_STATUS_TIMEOUT_S = 5.0
+_GIB = 1 << 30
+_ID_CHARS = 12
+
+
+class Commands(click.Group):
+    """A group whose commands report our errors in one sentence, or as JSON after ``--json``, with exit code 1."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except HiddenStateCacheError as error:
+            if "--json" in sys.argv:
+                click.echo(json.dumps({"error": {"type": type(error).__name__, "message": str(error)}}))
+                ctx.exit(1)
+            raise click.ClickException(str(error)) from error
+
+
+def service_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of every command."""
+    options: tuple[Callable[..., Any], ...] = (
+        click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts."),
+        click.option("--service", default="default", show_default=True, help="Name of the service."),
+        click.option(
+            "--address", help="Address of the Ray cluster, HOST:PORT; default: the one running on this machine."
+        ),
+    )
+    for option in options:
+        command = option(command)
+    return command
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="hs-cache", prog_name="hs-cache")
+def cli() -> None:
+    """A hidden-state cache that runs on Ray."""
+
+
+@cli.command()
+@service_options
+def status(address: str | None, service: str, as_json: bool) -> None:
+    """Show the nodes of a service and what their pools hold."""
+    join(address)
+    nodes = [(node_id, _stats_of(service, node_id)) for node_id in nodes_of(service)]
+    if as_json:
+        rows = [
+            {"node_id": node_id, **(asdict(stats) if stats else {"error": "no answer"})} for node_id, stats in nodes
+        ]
+        click.echo(json.dumps({"service": service, "nodes": rows}))
+    elif nodes:
+        print_nodes(service, nodes)
+    else:
+        click.echo(f"No service named {service!r} runs in this cluster; start one with: hs-cache start")
+    if not nodes or any(stats is None for _, stats in nodes):
+        raise SystemExit(1)
+
+
+def join(address: str | None) -> None:
+    """Join a running Ray cluster, quietly.
+
+    Raises:
+        ServiceError: there is none at that address.
+    """
+    try:
+        ray.init(address=address or "auto", logging_level=logging.ERROR, log_to_driver=False)
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        where = f"at {address}" if address else "on this machine"
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ServiceError(
+            f"no Ray cluster can be joined {where} (start one with: ray start --head): {reason}"
+        ) from error
+
+
+def _stats_of(service: str, node_id: str) -> NodeStatistics | None:
+    try:
+        stats: NodeStatistics = ray.get(
+            find_actor(service, HIDDEN_STATES, node_id).stats.remote(), timeout=_STATUS_TIMEOUT_S
+        )
+    except (GetTimeoutError, RayError, ServiceError):
+        return None
+    return stats
+
+
+def print_nodes(service: str, nodes: Sequence[tuple[str, NodeStatistics | None]]) -> None:
+    """The table of `status`."""
+    table = Table(title=f"hs_cache service {service!r}", title_justify="left")
+    for name in (
+        "node",
+        "pool GiB",
+        "free",
+        "resident",
+        "leased",
+        "chunks",
+        "clients",
+        "retrieves",
+        "hit rate",
+        "tokens",
+    ):
+        table.add_column(name, justify="left" if name == "node" else "right")
+    for node_id, stats in nodes:
+        short = node_id[:_ID_CHARS]
+        if stats is None:
+            table.add_row(short, "[red]no answer[/red]")
+            continue
+        store = stats.store
+        table.add_row(
+            short,
+            f"{store.capacity_bytes / _GIB:.2f}{' pinned' if stats.pinned else ''}",
+            f"{store.free_bytes / store.capacity_bytes:.0%}",
+            f"{store.resident_bytes / store.capacity_bytes:.0%}",
+            f"{store.leased_bytes / store.capacity_bytes:.0%}",
+            f"{store.num_chunks:,}",
+            str(stats.num_clients),
+            f"{stats.retrieves_total:,}",
+            f"{stats.hits_total / stats.retrieves_total:.0%}" if stats.retrieves_total else "-",
+            f"{stats.tokens_served_total / stats.tokens_asked_total:.0%}" if stats.tokens_asked_total else "-",
+        )
+    Console().print(table)
+
+
+def read_config(path: str | None) -> CacheConfig:
+    """The configuration of ``--config``: a file, then the environment; or ``-``, exactly what standard input says.
+
+    Raises:
+        ConfigError: a key or value is wrong, or the file can't be read.
+    """
+    if path != "-":
+        return CacheConfig.load(path)
+    settings = yaml.safe_load(sys.stdin)
+    if not isinstance(settings, dict):
+        raise ConfigError(f"standard input: got {type(settings).__name__}, expected a mapping of keys to values")
+    return CacheConfig(**settings)

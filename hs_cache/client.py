@@ -1,0 +1,379 @@
+"""The clients: `connect` gives a `HiddenStateCache`, ``await aconnect`` an `AsyncHiddenStateCache`.
+
+Both drive the same operations (`hs_cache.session`); a method of the one differs from its twin by ``await`` alone.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import ray
+import torch
+
+from hs_cache.config import CacheConfig
+from hs_cache.errors import ConfigMismatchError, ServiceNotRunningError
+from hs_cache.keys import ChunkKeys, KeySpace, MMSpan, TokenIds
+from hs_cache.launch import check_service, start
+from hs_cache.results import CacheStatistics, PrefixHit, StoreResult
+from hs_cache.router import Router
+from hs_cache.session import Session
+
+
+class _Client:
+    """What needs no answer from anyone, and so is the same in both clients."""
+
+    def __init__(self, router: Router, session: Session) -> None:
+        self._router = router
+        self._session = session
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens per chunk, as the service is configured."""
+        return self._session.config.chunk_size
+
+    @property
+    def key_space(self) -> KeySpace:
+        """What must match, besides tokens and spans, for this client to find a prefix."""
+        return self._session.key_space
+
+    def chunk_keys(self, token_ids: TokenIds, *, mm_spans: Sequence[MMSpan] = ()) -> ChunkKeys:
+        """The keys of a prefix's chunks, head first: whole chunks, and the short last one with ``save_unfull_chunk``.
+
+        Raises:
+            InvalidInputError: `token_ids` or `mm_spans` is wrong.
+        """
+        return self._session.chunk_keys(token_ids, mm_spans)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of service {self._router.service!r}, {self._session.key_space!r}>"
+
+
+class HiddenStateCache(_Client):
+    """A client of the cache service. Thread-safe; pickles, and reconnects in the process where it is unpickled.
+
+    Token ids are always those of the full prefix. Trouble with the service counts as a miss or a failed store, is
+    logged once and counted; with ``strict=True`` it raises `ServiceError`. Wrong arguments raise `InvalidInputError`
+    before anything is changed, any call after `close` raises `CacheClosedError`. A call blocks for at most
+    ``rpc_timeout_s`` per round trip (two for a store, one for a retrieve) and for copying rows.
+    """
+
+    def __init__(self, router: Router, session: Session) -> None:
+        super().__init__(router, session)
+        self.kv = KVReports(router, session)
+
+    def __enter__(self) -> "HiddenStateCache":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Idempotent. Rows already handed out stay valid."""
+        self._session.close()
+
+    def store(
+        self,
+        token_ids: TokenIds,
+        layers: Mapping[int, Any],
+        *,
+        token_offset: int = 0,
+        mm_spans: Sequence[MMSpan] = (),
+    ) -> StoreResult:
+        """Store rows of several layers; all layers of a chunk appear together, or not at all.
+
+        Args:
+            token_ids: the full prefix.
+            layers: layer_idx → rows ``[len(token_ids) - token_offset, hidden_dim]`` of a floating dtype, on any device
+                and of
+                any stride (NumPy arrays too). They are kept in that dtype; a layer has one hidden_dim and dtype per key
+                space.
+            token_offset: the token to which row 0 belongs. A chunk of which only a part is given is left out.
+            mm_spans: ``(start, length, content_hash)`` of the placeholder tokens of audio, images and the like.
+
+        Returns:
+            Counts of chunks by outcome, and how far the prefix is retrievable now. Whoever stored a chunk first wins.
+
+        Raises:
+            InvalidInputError: an argument is wrong.
+        """
+        return self._router.run(self._session.store(token_ids, layers, token_offset, mm_spans))
+
+    def retrieve(
+        self,
+        token_ids: TokenIds,
+        layers: int | Sequence[int],
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        dtype: torch.dtype | None = None,
+        out: Mapping[int, torch.Tensor] | None = None,
+        mm_spans: Sequence[MMSpan] = (),
+    ) -> PrefixHit:
+        """The longest prefix where every chunk has KV and all of `layers`.
+
+        On the service's node, and where a layer lies in one piece, rows are views of the pool: no copy is made, and
+        writing into them is private to the caller.
+
+        Args:
+            token_ids: the full prefix.
+            layers: one layer_idx or several.
+            start, stop: return the rows of these tokens only; the prefix before them has to be there all the same.
+            dtype: convert to this dtype while copying; None keeps the stored one.
+            out: layer_idx → buffer ``[at least stop - start, hidden_dim]`` to copy into; what comes back are its first
+                rows.
+                A buffer has an unspecified content after an error or a miss.
+            mm_spans: as given to `store`.
+
+        Raises:
+            InvalidInputError: an argument is wrong.
+        """
+        return self._router.run(self._session.retrieve(token_ids, layers, start, stop, dtype, out, mm_spans))
+
+    def store_hidden_states(
+        self, token_ids: TokenIds, hidden_states: Any, *, layer_idx: int = 0, token_offset: int = 0
+    ) -> int:
+        """LMCache's ``HiddenStateStore.store_hidden_states``: `store` for one layer; returns chunks newly stored."""
+        return self._router.run(self._session.store(token_ids, {layer_idx: hidden_states}, token_offset, ())).stored
+
+    def retrieve_hidden_states(self, token_ids: TokenIds, *, layer_idx: int = 0) -> torch.Tensor | None:
+        """LMCache's ``HiddenStateStore.retrieve_hidden_states``: CPU float32 ``[n, hidden_dim]``, None on a miss."""
+        return _rows(
+            self._router.run(self._session.retrieve(token_ids, layer_idx, 0, None, torch.float32, None, ())), layer_idx
+        )
+
+    def has_chunk(self, key: bytes, layer_idx: int = 0) -> bool:
+        """Whether the node has this chunk with that layer; no effect on what is evicted next."""
+        return self._router.run(self._session.call("has_chunk", key, layer_idx, otherwise=False))
+
+    def num_cached_chunks(self) -> int:
+        """Chunks that the node has, of all key spaces; 0 when it can't be reached."""
+        return self._router.run(self._session.call("num_cached_chunks", otherwise=0))
+
+    def drop_key(self, key: bytes) -> bool:
+        """Drop a chunk with all its layers; False when there was none. Rows handed out stay valid."""
+        return self._router.run(self._session.call("drop_key", key, otherwise=False))
+
+    def stats(self) -> CacheStatistics:
+        """This client's counters, and its node's statistics."""
+        return self._router.run(self._session.stats())
+
+
+class AsyncHiddenStateCache(_Client):
+    """`HiddenStateCache` for asyncio, method by method; copies run on a thread, so the event loop is never blocked."""
+
+    def __init__(self, router: Router, session: Session) -> None:
+        super().__init__(router, session)
+        self.kv = AsyncKVReports(router, session)
+
+    async def __aenter__(self) -> "AsyncHiddenStateCache":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """See `HiddenStateCache.close`."""
+        self._session.close()
+
+    async def store(
+        self,
+        token_ids: TokenIds,
+        layers: Mapping[int, Any],
+        *,
+        token_offset: int = 0,
+        mm_spans: Sequence[MMSpan] = (),
+    ) -> StoreResult:
+        """See `HiddenStateCache.store`. `layers` must not be written to before this returns."""
+        return await self._router.arun(self._session.store(token_ids, layers, token_offset, mm_spans))
+
+    async def retrieve(
+        self,
+        token_ids: TokenIds,
+        layers: int | Sequence[int],
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        dtype: torch.dtype | None = None,
+        out: Mapping[int, torch.Tensor] | None = None,
+        mm_spans: Sequence[MMSpan] = (),
+    ) -> PrefixHit:
+        """See `HiddenStateCache.retrieve`."""
+        return await self._router.arun(self._session.retrieve(token_ids, layers, start, stop, dtype, out, mm_spans))
+
+    async def store_hidden_states(
+        self, token_ids: TokenIds, hidden_states: Any, *, layer_idx: int = 0, token_offset: int = 0
+    ) -> int:
+        """See `HiddenStateCache.store_hidden_states`."""
+        return (
+            await self._router.arun(self._session.store(token_ids, {layer_idx: hidden_states}, token_offset, ()))
+        ).stored
+
+    async def retrieve_hidden_states(self, token_ids: TokenIds, *, layer_idx: int = 0) -> torch.Tensor | None:
+        """See `HiddenStateCache.retrieve_hidden_states`."""
+        return _rows(
+            await self._router.arun(self._session.retrieve(token_ids, layer_idx, 0, None, torch.float32, None, ())),
+            layer_idx,
+        )
+
+    async def has_chunk(self, key: bytes, layer_idx: int = 0) -> bool:
+        """See `HiddenStateCache.has_chunk`."""
+        return await self._router.arun(self._session.call("has_chunk", key, layer_idx, otherwise=False))
+
+    async def num_cached_chunks(self) -> int:
+        """See `HiddenStateCache.num_cached_chunks`."""
+        return await self._router.arun(self._session.call("num_cached_chunks", otherwise=0))
+
+    async def drop_key(self, key: bytes) -> bool:
+        """See `HiddenStateCache.drop_key`."""
+        return await self._router.arun(self._session.call("drop_key", key, otherwise=False))
+
+    async def stats(self) -> CacheStatistics:
+        """See `HiddenStateCache.stats`."""
+        return await self._router.arun(self._session.stats())
+
+
+class KVReports:
+    """What an engine tells its node's KV actor; ``cache.kv``. Each returns False when the actor could not be reached.
+
+    `what` is token ids, whose chunks (as `HiddenStateCache.chunk_keys` has them) are meant, or keys: a blob,
+    `ChunkKeys`, or a list of keys.
+    """
+
+    def __init__(self, router: Router, session: Session) -> None:
+        self._router = router
+        self._session = session
+
+    def report_stored(self, what: Any, *, mm_spans: Sequence[MMSpan] = ()) -> bool:
+        """KV of these chunks was written."""
+        return self._router.run(self._session.report("report_stored", what, mm_spans))
+
+    def report_evicted(self, what: Any, *, mm_spans: Sequence[MMSpan] = ()) -> bool:
+        """KV of these chunks is gone: the next retrieve drops their hidden states, and ends before them."""
+        return self._router.run(self._session.report("report_evicted", what, mm_spans))
+
+    def resync(self, keys: Any) -> bool:
+        """These chunks are all whose KV the engine holds; everything else is gone."""
+        return self._router.run(self._session.report("resync", keys))
+
+    def clear(self) -> bool:
+        """The engine dropped all of its KV."""
+        return self._router.run(self._session.report("resync", b""))
+
+
+class AsyncKVReports:
+    """See `KVReports`."""
+
+    def __init__(self, router: Router, session: Session) -> None:
+        self._router = router
+        self._session = session
+
+    async def report_stored(self, what: Any, *, mm_spans: Sequence[MMSpan] = ()) -> bool:
+        """See `KVReports.report_stored`."""
+        return await self._router.arun(self._session.report("report_stored", what, mm_spans))
+
+    async def report_evicted(self, what: Any, *, mm_spans: Sequence[MMSpan] = ()) -> bool:
+        """See `KVReports.report_evicted`."""
+        return await self._router.arun(self._session.report("report_evicted", what, mm_spans))
+
+    async def resync(self, keys: Any) -> bool:
+        """See `KVReports.resync`."""
+        return await self._router.arun(self._session.report("resync", keys))
+
+    async def clear(self) -> bool:
+        """See `KVReports.clear`."""
+        return await self._router.arun(self._session.report("resync", b""))
+
+
+def connect(
+    config: str | Path | Mapping[str, Any] | CacheConfig | None = None,
+    *,
+    service: str = "default",
+    model: str = "",
+    model_revision: str = "",
+    lora_id: str = "",
+    cache_salt: str = "",
+    shard: str = "",
+    strict: bool = False,
+) -> HiddenStateCache | None:
+    """Join the service of this Ray cluster, or start it on this cluster's nodes. Blocks until it answers.
+
+    Joins a Ray cluster first, or starts one on this machine, if ``ray.init`` wasn't called yet.
+
+    Args:
+        config: settings for a service that has to be started: a YAML file, a mapping, or a `CacheConfig`; see
+            `CacheConfig.load`. A running service keeps its own.
+        service: its name, of letters, digits, ``-``, ``_`` and ``.``.
+        model, model_revision, lora_id, cache_salt, shard: what must match, besides tokens and spans, for prefixes to be
+            shared.
+        strict: raise `ServiceError` where trouble with the service would count as a miss or a failed store.
+
+    Returns:
+        A client; None when the configuration says ``enable_hidden_state_cache: false``.
+
+    Raises:
+        ConfigError: the configuration is wrong.
+        ConfigMismatchError: the service runs with another ``chunk_size`` than `config` says.
+        ServiceError: the service can't be reached or started.
+        PoolTooLargeError: a node has less memory than ``max_hidden_state_cpu_size``.
+    """
+    connected = _connect(config, service, _space(model, model_revision, lora_id, cache_salt, shard), strict)
+    return HiddenStateCache(*connected) if connected else None
+
+
+async def aconnect(
+    config: str | Path | Mapping[str, Any] | CacheConfig | None = None,
+    *,
+    service: str = "default",
+    model: str = "",
+    model_revision: str = "",
+    lora_id: str = "",
+    cache_salt: str = "",
+    shard: str = "",
+    strict: bool = False,
+) -> AsyncHiddenStateCache | None:
+    """See `connect`."""
+    space = _space(model, model_revision, lora_id, cache_salt, shard)
+    connected = await asyncio.to_thread(_connect, config, service, space, strict)
+    return AsyncHiddenStateCache(*connected) if connected else None
+
+
+def _space(model: str, model_revision: str, lora_id: str, cache_salt: str, shard: str) -> dict[str, str]:
+    return {
+        "model": model,
+        "model_revision": model_revision,
+        "lora_id": lora_id,
+        "cache_salt": cache_salt,
+        "shard": shard,
+    }
+
+
+def _connect(config: Any, service: str, space: dict[str, str], strict: bool) -> tuple[Router, Session] | None:
+    wanted = CacheConfig.load(config)
+    check_service(service)
+    session = Session(space, strict=strict)
+    if wanted.is_set("enable_hidden_state_cache") and not wanted.enable_hidden_state_cache:
+        return None
+    if not ray.is_initialized():
+        ray.init()
+    router = Router(service)
+    try:
+        router.run(session.attach())
+    except ServiceNotRunningError:
+        start(wanted, service=service)
+        router.run(session.attach())
+    if wanted.is_set("chunk_size") and wanted.chunk_size != session.config.chunk_size:
+        raise ConfigMismatchError(
+            f"chunk_size: the running service {service!r} has {session.config.chunk_size}, "
+            f"config says {wanted.chunk_size}"
+        )
+    return router, session
+
+
+def _rows(hit: PrefixHit, layer_idx: int) -> torch.Tensor | None:
+    return hit[layer_idx] if hit else None

@@ -1,0 +1,134 @@
+"""Which KV chunks a node still holds: the protocol that retrieves ask, and the index behind the KV actor.
+
+Presence is tri-state. *Unknown* ends a prefix and drops nothing; only *absent* lets the hidden states of a chunk go.
+"""
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+from hs_cache.errors import InvalidInputError
+from hs_cache.messages import split_keys
+
+
+class Presence(IntEnum):
+    """What a KV source says of one chunk."""
+
+    ABSENT = 0
+    PRESENT = 1
+    UNKNOWN = 2
+
+
+class KVPresence(Protocol):
+    """What a retrieve asks of the KV side of its node."""
+
+    def presence(self, keys: bytes, timeout_s: float) -> Sequence[int]:
+        """One `Presence` per 16-byte key, in order. Blocks up to `timeout_s`; may raise, which counts as unknown."""
+        ...
+
+    def note_stored(self, keys: bytes) -> None:
+        """Rows of these chunks are being stored, so their KV has just been written. Does not block; never raises."""
+        ...
+
+    def settle_notes(self, timeout_s: float) -> None:
+        """Blocks up to `timeout_s` until every earlier `note_stored` has arrived; never raises."""
+        ...
+
+
+@dataclass(frozen=True)
+class KVStatistics:
+    """A `KVIndex` at one moment: listed keys by state, and what an unlisted key counts as."""
+
+    present: int
+    absent: int
+    unknown: int
+    unlisted: str
+    reports_total: int
+
+
+class KVIndex:
+    """Presence of KV chunks as reported by the engine; thread-safe, bounded, O(1) per key.
+
+    Args:
+        capacity: most keys remembered. The longest unreported ones are forgotten first, and are *unknown* from then on.
+        store_implies_present: storing hidden states says that the same forward pass wrote their KV
+            (``kv_source: reports``).
+    """
+
+    def __init__(self, capacity: int, *, store_implies_present: bool) -> None:
+        if capacity < 1:
+            raise InvalidInputError(f"capacity: got {capacity}, expected at least 1 key")
+        self._capacity = capacity
+        self._store_implies_present = store_implies_present
+        self._lock = threading.Lock()
+        self._listed: OrderedDict[bytes, Presence] = OrderedDict()
+        self._unlisted = Presence.UNKNOWN
+        self._reports = 0
+
+    def report_stored(self, keys: bytes) -> None:
+        """The engine wrote KV for these chunks."""
+        self._report(keys, Presence.PRESENT)
+
+    def report_evicted(self, keys: bytes) -> None:
+        """The engine no longer has KV for these chunks."""
+        self._report(keys, Presence.ABSENT)
+
+    def note_stored(self, keys: bytes) -> None:
+        """Hidden states of these chunks are being stored, so whatever was heard of their absence is out of date.
+
+        They are present where a store implies it; elsewhere they are unknown until their source says more.
+        """
+        split = split_keys(keys)
+        with self._lock:
+            if self._store_implies_present:
+                self._list(split, Presence.PRESENT)
+            else:
+                self._list([key for key in split if self._listed.get(key) is not Presence.PRESENT], Presence.UNKNOWN)
+
+    def resync(self, keys: bytes) -> None:
+        """`keys` is all the engine holds: everything else is absent from now on, until reported or stored again."""
+        present = split_keys(keys)
+        with self._lock:
+            self._reports += 1
+            self._listed.clear()
+            self._unlisted = Presence.ABSENT
+            self._list(present, Presence.PRESENT)
+
+    def clear(self) -> None:
+        """The engine dropped all of its KV."""
+        self.resync(b"")
+
+    def presence(self, keys: bytes) -> bytes:
+        """One byte per key, its `Presence`."""
+        with self._lock:
+            return bytes(self._listed.get(key, self._unlisted) for key in split_keys(keys))
+
+    def stats(self) -> KVStatistics:
+        """Counts, under the lock; O(capacity)."""
+        with self._lock:
+            count = Counter(self._listed.values())
+            return KVStatistics(
+                present=count[Presence.PRESENT],
+                absent=count[Presence.ABSENT],
+                unknown=count[Presence.UNKNOWN],
+                unlisted=self._unlisted.name.lower(),
+                reports_total=self._reports,
+            )
+
+    def _report(self, keys: bytes, state: Presence) -> None:
+        split = split_keys(keys)
+        with self._lock:
+            self._reports += 1
+            self._list(split, state)
+
+    def _list(self, keys: list[bytes], state: Presence) -> None:
+        for key in keys:
+            self._listed[key] = state
+            self._listed.move_to_end(key)
+        while len(self._listed) > self._capacity:
+            self._listed.popitem(last=False)
+            # What was forgotten may have been present: an unlisted key can no longer be called absent.
+            self._unlisted = Presence.UNKNOWN

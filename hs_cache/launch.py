@@ -1,0 +1,87 @@
+"""Starting and stopping a service from any process, by running ``hs-cache`` in a process of its own.
+
+The actors must be imported from this installation: a user's working directory may well have an ``actors`` module of its
+    own, and Ray hands the driver's import path to every worker. So what creates the actors is another driver, with a
+    clean path.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from hs_cache import errors
+from hs_cache.config import CacheConfig
+from hs_cache.errors import InvalidInputError, ServiceError, ServiceTimeoutError
+
+START_TIMEOUT_S = 120.0
+
+_ROOT = Path(errors.__file__).parent.parent
+_MAIN = "import sys; sys.path.insert(0, sys.argv.pop(1)); from actors.__main__ import main; main()"
+
+
+def check_service(service: Any) -> None:
+    """`InvalidInputError` unless `service` is a usable name."""
+    if not isinstance(service, str) or not re.fullmatch(r"[A-Za-z0-9_.-]+", service):
+        raise InvalidInputError(f"service: got {service!r}, expected letters, digits, '-', '_' or '.'")
+
+
+def start(config: Any = None, *, service: str = "default") -> list[str]:
+    """Start a service in the Ray cluster that this process has joined; joins one that runs already. Blocks until it
+    answers.
+
+    Args:
+        config: as for `hs_cache.connect`; ``enable_hidden_state_cache`` plays no part, a service that is started is
+            wanted.
+        service: its name.
+
+    Returns:
+        The hex ids of the nodes that carry it.
+
+    Raises:
+        ConfigError, ConfigMismatchError: `config` is wrong, or a service of that name runs with other settings.
+        PoolTooLargeError: a node has less memory than ``max_hidden_state_cpu_size``.
+        ServiceError: the service could not be started.
+    """
+    wanted = CacheConfig.load(config)
+    check_service(service)
+    settings = wanted.model_dump(mode="json", exclude_unset=True)
+    reply = _run("start", "--service", service, "--config", "-", given=json.dumps(settings))
+    return [str(node["node_id"]) for node in reply["nodes"]]
+
+
+def stop(*, service: str = "default") -> int:
+    """Stop a service on all nodes; returns on how many it ran. What it cached is gone, rows handed out stay valid.
+
+    Raises:
+        ServiceError: the cluster can't be reached.
+    """
+    check_service(service)
+    return int(_run("stop", "--service", service)["stopped"])
+
+
+def _run(command: str, *options: str, given: str = "") -> dict[str, Any]:
+    if not ray.is_initialized():
+        raise ServiceError("Ray is not initialised in this process: ray.init() joins or starts a cluster")
+    address = ray.get_runtime_context().gcs_address
+    line = [sys.executable, "-c", _MAIN, str(_ROOT), command, *options, "--address", address, "--json"]
+    try:
+        done = subprocess.run(
+            line, input=given, capture_output=True, text=True, cwd=_ROOT, timeout=START_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ServiceTimeoutError(f"hs-cache {command} did not end within {START_TIMEOUT_S:.0f} s") from error
+    last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else ""
+    try:
+        reply: dict[str, Any] = json.loads(last)
+    except json.JSONDecodeError as error:
+        tail = done.stderr.strip()[-2000:]
+        raise ServiceError(f"hs-cache {command} failed with exit code {done.returncode}: {tail}") from error
+    if "error" in reply:
+        kind = getattr(errors, reply["error"]["type"], ServiceError)
+        raise kind(reply["error"]["message"])
+    return reply

@@ -1,0 +1,148 @@
+"""The client's end of leases: who this process is, and how ended leases find their way back to the node.
+
+A lease over pool memory lives exactly as long as the mappings made for it. Python may collect a mapping at any moment,
+also inside this package's own locks, so its finalizer only puts the lease on a `queue.SimpleQueue`, which is made for
+that; a thread, and every request to the node, carry what is in there to the node.
+"""
+
+import itertools
+import logging
+import mmap
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+
+from hs_cache.errors import ServiceError
+from hs_cache.machine import process_start_time
+
+logger = logging.getLogger(__name__)
+
+_FLUSH_PERIOD_S = 0.05
+_RETRY_PERIOD_S = 1.0
+
+Sender = Callable[[Sequence[int]], None]
+"""Hands ended ids to a node without waiting; `ServiceError` when that can't be done now."""
+
+
+class ClientProcess:
+    """This process as nodes know it, and its ids; `this_process` gives the one, a forked child another."""
+
+    def __init__(self) -> None:
+        self.client_id = secrets.token_bytes(16)
+        self.pid = os.getpid()
+        self.start_time = process_start_time(self.pid)
+        self.releaser = Releaser()
+        self._ids = itertools.count()
+
+    def next_id(self) -> int:
+        """A hold id that was never used before by this process."""
+        return next(self._ids)
+
+
+class Releaser:
+    """Collects ended ids per pool incarnation and hands them over, soon or with the next request; thread-safe."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._ends: SimpleQueue[tuple[bytes, int]] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._parts: dict[tuple[bytes, int], int] = {}  # mappings alive per lease
+        self._ended: dict[bytes, list[int]] = {}
+        self._senders: dict[bytes, Sender] = {}
+        self._thread: threading.Thread | None = None
+
+    def connect(self, incarnation: bytes, sender: Sender) -> None:
+        """From now on, ids of this incarnation go to `sender`."""
+        with self._lock:
+            self._senders[incarnation] = sender
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="hs_cache-releaser", daemon=True)
+                self._thread.start()
+
+    def watch(self, incarnation: bytes, hold_id: int, mappings: Sequence[mmap.mmap]) -> None:
+        """End the lease when the last of its mappings is collected; not at exit, and not in a forked child."""
+        with self._lock:
+            self._parts[incarnation, hold_id] = len(mappings)
+        for mapping in mappings:
+            finalizer = weakref.finalize(mapping, _collect, self._pid, self._ends, (incarnation, hold_id))
+            finalizer.atexit = False
+
+    def end(self, incarnation: bytes, ids: Iterable[int]) -> None:
+        """End ids over which no mapping stands. Takes no lock: an operation may be collected inside of one of ours."""
+        for hold_id in ids:
+            self._ends.put((incarnation, hold_id))
+
+    def take(self, incarnation: bytes) -> tuple[int, ...]:
+        """What has ended so far, for a request that carries it along; `end` it again if the request fails."""
+        with self._lock:
+            self._gather()
+            return tuple(self._ended.pop(incarnation, ()))
+
+    def flush(self) -> bool:
+        """Hand over what has ended; False when some node could not be told now."""
+        delivered = True
+        with self._lock:
+            self._gather()
+            batches = [
+                (key, self._senders[key], self._ended.pop(key)) for key in list(self._ended) if key in self._senders
+            ]
+        for incarnation, sender, ids in batches:
+            try:
+                sender(ids)
+            except ServiceError as error:
+                logger.debug("ended leases could not be handed over yet: %s", error)
+                delivered = False
+                self.end(incarnation, ids)
+        return delivered
+
+    def _gather(self) -> None:
+        with suppress(Empty):
+            while True:
+                self._note(self._ends.get_nowait())
+
+    def _note(self, lease: tuple[bytes, int]) -> None:
+        parts = self._parts.pop(lease, 1) - 1
+        if parts:
+            self._parts[lease] = parts
+        else:
+            self._ended.setdefault(lease[0], []).append(lease[1])
+
+    def _run(self) -> None:
+        while True:
+            lease = self._ends.get()
+            with self._lock:
+                self._note(lease)
+            time.sleep(_FLUSH_PERIOD_S)  # what ends at about the same time goes in one call
+            while not self.flush():
+                time.sleep(_RETRY_PERIOD_S)
+
+
+def _collect(pid: int, ends: "SimpleQueue[tuple[bytes, int]]", lease: tuple[bytes, int]) -> None:
+    if os.getpid() == pid:
+        ends.put(lease)
+
+
+_this_process: ClientProcess | None = None
+_this_process_lock = threading.Lock()
+
+
+def this_process() -> ClientProcess:
+    """The identity of the calling process; made at the first call, and anew in a forked child."""
+    global _this_process  # noqa: PLW0603
+    with _this_process_lock:
+        if _this_process is None:
+            _this_process = ClientProcess()
+        return _this_process
+
+
+def _forget_parent() -> None:
+    global _this_process, _this_process_lock
+    _this_process, _this_process_lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_parent)

@@ -1,0 +1,201 @@
+"""What crosses processes: small frozen dataclasses.
+
+Keys travel as one ``bytes`` blob (16 bytes a key, head first), never as a list of objects; rows never travel in here.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from hs_cache.errors import InvalidInputError
+from hs_cache.keys import KEY_BYTES
+
+PROTOCOL_VERSION = 1
+"""Raised whenever a message changes meaning; actor and client of different versions refuse each other."""
+
+DTYPE_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+}
+"""Bytes per element of every storable dtype, by PyTorch's name (known here without importing torch)."""
+
+
+def split_keys(blob: bytes) -> list[bytes]:
+    """The 16-byte chunk keys of a blob, head first; `InvalidInputError` for anything else."""
+    if not isinstance(blob, bytes) or len(blob) % KEY_BYTES:
+        got = f"{len(blob)} bytes" if isinstance(blob, bytes) else type(blob).__name__
+        raise InvalidInputError(f"keys: got {got}, expected bytes in multiples of {KEY_BYTES}")
+    return [blob[i : i + KEY_BYTES] for i in range(0, len(blob), KEY_BYTES)]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """Shape and dtype of one storage layer: rows are ``[tokens, hidden_dim]`` of `dtype` (a key of `DTYPE_BYTES`)."""
+
+    layer_idx: int
+    hidden_dim: int
+    dtype: str
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's row."""
+        return self.hidden_dim * DTYPE_BYTES[self.dtype]
+
+
+class Run(NamedTuple):
+    """Rows ``start_token .. start_token + num_tokens`` of one layer, one behind the other at `offset` in the pool."""
+
+    layer_idx: int
+    start_token: int
+    num_tokens: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolAddress:
+    """Where another process of the node opens a pool: ``/proc/<pid>/fd/<fd>``, and how it knows it has the right one.
+
+    `start_time` is field 22 of ``/proc/<pid>/stat`` (clock ticks since boot), `incarnation` the pool's 16 random bytes,
+    `data_bytes` the size of its data region.
+    """
+
+    pid: int
+    start_time: int
+    fd: int
+    incarnation: bytes
+    data_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClientInfo:
+    """Who attaches. `start_time` is field 22 of ``/proc/<pid>/stat`` (clock ticks), None without ``/proc``."""
+
+    client_id: bytes
+    pid: int
+    start_time: int | None
+    node_id: str
+    protocol: int = PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class AttachReply:
+    """The node's settings, and where its pool can be opened; ``address`` is None when it can't be, for `reason`."""
+
+    node_id: str
+    incarnation: bytes
+    config: dict[str, Any]
+    address: PoolAddress | None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveRequest:
+    """Room for the rows of chunks ``first_chunk ..`` of a prefix, in every layer of `specs`.
+
+    `keys` names every chunk of the prefix, `num_tokens` is what they cover. `kv_local`: the writer's KV lives on the
+    actor's node. `releases` are ids the client has finished with; they end before room is looked for.
+    """
+
+    incarnation: bytes
+    client_id: bytes
+    hold_id: int
+    space: bytes
+    keys: bytes
+    num_tokens: int
+    first_chunk: int
+    specs: tuple[LayerSpec, ...]
+    kv_local: bool
+    releases: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveReply:
+    """Where to write. `refused` counts the chunks at the tail for which there is no room."""
+
+    incarnation: bytes
+    runs: tuple[Run, ...]
+    refused: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommitReply:
+    """`stored`, `present`, `failed`: chunk counts; `prefix_tokens`: how far all layers of the store reach."""
+
+    incarnation: bytes
+    stored: int
+    present: int
+    failed: int
+    prefix_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRequest:
+    """The longest prefix of `keys` with every layer of `layers`, held for the client until it releases `hold_id`."""
+
+    incarnation: bytes
+    client_id: bytes
+    hold_id: int
+    keys: bytes
+    num_tokens: int
+    layers: tuple[int, ...]
+    timeout_s: float
+    releases: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseReply:
+    """What was found: rows ``0 .. num_tokens`` of every layer, at `runs`. Nothing is held when ``num_tokens`` is 0.
+
+    `must_copy`: so much of the pool is leased that the client has to copy the rows and release the lease at once.
+    `ended_by` says what ended the prefix: ``""`` (nothing), ``"hidden_state"``, ``"kv_absent"`` or ``"kv_unknown"``.
+    """
+
+    incarnation: bytes
+    num_tokens: int
+    specs: tuple[LayerSpec, ...]
+    runs: tuple[Run, ...]
+    must_copy: bool
+    ended_by: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStatistics:
+    """One pool and its index, at one moment. Bytes of the four states add up to `capacity_bytes`."""
+
+    capacity_bytes: int
+    free_bytes: int
+    resident_bytes: int
+    reserved_bytes: int
+    stranded_bytes: int
+    leased_bytes: int
+    num_chunks: int
+    num_leases: int
+    num_reservations: int
+    stored_chunks_total: int
+    evicted_chunks_total: int
+    kv_dropped_chunks_total: int
+    refused_chunks_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatistics:
+    """One `HiddenStateActor`: its store, its clients, and what its retrieves met."""
+
+    node_id: str
+    incarnation: str
+    pid: int
+    pinned: bool
+    kv_source: str
+    num_clients: int
+    retrieves_total: int
+    hits_total: int
+    tokens_asked_total: int
+    tokens_served_total: int
+    kv_unknown_total: int
+    store: StoreStatistics

@@ -1,0 +1,118 @@
+"""From what a caller gives to what a node is asked: validation and arithmetic, shared by the clients and the actor."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import index
+from typing import Any
+
+import torch
+
+from hs_cache.errors import InvalidInputError
+from hs_cache.keys import KEY_BYTES, ChunkKeys, MMSpan, TokenDatabase, normalise_token_ids
+from hs_cache.messages import LayerSpec
+from hs_cache.rows import check_rows, spec_of
+
+
+@dataclass(frozen=True, slots=True)
+class StorePlan:
+    """A store that passed every check: which chunks of `keys` it fills, and with what.
+
+    `rows[layer_idx]` starts at token ``first_chunk * chunk_size``. `filtered` is the number of chunks of a store none
+    of whose layers the configuration accepts; such a plan has no rows.
+    """
+
+    keys: ChunkKeys
+    first_chunk: int
+    specs: tuple[LayerSpec, ...]
+    rows: dict[int, torch.Tensor]
+    filtered: int
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks that this store can fill."""
+        return max(0, len(self.keys) - self.first_chunk)
+
+    @property
+    def first_token(self) -> int:
+        """The token to which row 0 belongs."""
+        return self.first_chunk * self.keys.chunk_size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return sum(spec.row_bytes for spec in self.specs) * (self.keys.num_tokens - self.first_token)
+
+
+def check_index(name: str, value: Any) -> int:
+    """`value` as an int; bools and everything that is no integer are an `InvalidInputError` that names the argument."""
+    if not isinstance(value, bool):
+        try:
+            return index(value)
+        except TypeError:
+            pass
+    raise InvalidInputError(f"{name}: got {value!r}, expected an int")
+
+
+def check_layers(layers: Any) -> tuple[int, ...]:
+    """The layers of a retrieve: one int or a non-empty sequence of ints, without the repeated ones."""
+    if isinstance(layers, str | bytes | Mapping) or not isinstance(layers, Iterable) or getattr(layers, "ndim", 1) == 0:
+        layers = (layers,)
+    checked = tuple(dict.fromkeys(check_index("layers", layer) for layer in layers))
+    if not checked:
+        raise InvalidInputError("layers: got none, expected at least one layer_idx")
+    return checked
+
+
+def check_keys(name: str, keys: Any) -> bytes:
+    """Chunk keys as one blob: from a blob (a single key is one), from `ChunkKeys`, or from an iterable of keys."""
+    if isinstance(keys, ChunkKeys):
+        return keys.blob
+    if not isinstance(keys, bytes) and isinstance(keys, Iterable):
+        parts = list(keys)
+        if not all(isinstance(part, bytes) and len(part) == KEY_BYTES for part in parts):
+            raise InvalidInputError(f"{name}: got {keys!r:.60}, expected chunk keys of {KEY_BYTES} bytes each")
+        keys = b"".join(parts)
+    if not isinstance(keys, bytes) or len(keys) % KEY_BYTES:
+        raise InvalidInputError(f"{name}: got {keys!r:.60}, expected bytes in multiples of {KEY_BYTES}")
+    return keys
+
+
+def plan_store(
+    database: TokenDatabase,
+    accepted_layers: tuple[int, ...] | None,
+    token_ids: Any,
+    layers: Mapping[int, Any],
+    token_offset: Any,
+    mm_spans: Sequence[MMSpan] = (),
+) -> StorePlan:
+    """Check a store completely, and cut its rows to the chunks it can fill.
+
+    Raises:
+        InvalidInputError: anything is wrong with any argument; see SEMANTICS of `store_hidden_states`.
+    """
+    tokens = normalise_token_ids(token_ids)
+    offset = check_index("token_offset", token_offset)
+    if not 0 <= offset <= len(tokens):
+        raise InvalidInputError(f"token_offset: got {offset}, expected 0 to {len(tokens)} (number of token_ids)")
+    if not isinstance(layers, Mapping) or not layers:
+        raise InvalidInputError(f"layers: got {type(layers).__name__} {layers!r:.40}, expected {{layer_idx: rows}}")
+    checked = {
+        check_index("layer_idx", layer): check_rows(_rows_name(layers, layer), rows, len(tokens) - offset)
+        for layer, rows in layers.items()
+    }
+    keys = database.chunk_keys(tokens, mm_spans=mm_spans)
+    first_chunk = -(-offset // keys.chunk_size)
+    skip = first_chunk * keys.chunk_size - offset
+    end = max(skip, keys.num_tokens - offset)
+    rows = {
+        layer: given[skip:end]
+        for layer, given in checked.items()
+        if accepted_layers is None or layer in accepted_layers
+    }
+    specs = tuple(spec_of(layer, given) for layer, given in rows.items())
+    filtered = 0 if rows else max(0, len(keys) - first_chunk)
+    return StorePlan(keys, first_chunk, specs, rows, filtered)
+
+
+def _rows_name(layers: Mapping[int, Any], layer: Any) -> str:
+    return "hidden_states" if len(layers) == 1 else f"hidden_states of layer {layer}"

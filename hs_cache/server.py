@@ -1,0 +1,398 @@
+"""One node's side of the cache: answers clients over its pool and store, and asks the KV side. Knows nothing of Ray."""
+
+import itertools
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hs_cache.config import CacheConfig
+from hs_cache.errors import ConfigMismatchError, InvalidInputError, StaleIncarnationError
+from hs_cache.keys import ChunkKey, ChunkKeys, KeySpace, MMSpan, TokenDatabase
+from hs_cache.kv_presence import KVPresence, Presence
+from hs_cache.machine import process_alive, process_start_time
+from hs_cache.messages import (
+    PROTOCOL_VERSION,
+    AttachReply,
+    ClientInfo,
+    CommitReply,
+    LeaseReply,
+    LeaseRequest,
+    NodeStatistics,
+    ReserveReply,
+    ReserveRequest,
+)
+from hs_cache.planning import check_index, plan_store
+from hs_cache.rows import Flat, copy_flat_in, copy_in, copy_out, flatten_runs
+from hs_cache.shared_pool import SharedPool
+from hs_cache.store import HiddenStateStore, HoldId
+
+logger = logging.getLogger(__name__)
+
+_KV_SHARE_OF_DEADLINE = 0.8
+"""Part of a retrieve's time that its KV check may take: a dead KV side ends as a short prefix, not a timeout."""
+
+
+class CacheServer:
+    """What a `HiddenStateActor` delegates to. Thread-safe.
+
+    Every request names the pool's incarnation, and one of a predecessor is refused: its ids and offsets mean nothing
+    here.
+
+    Args:
+        config: the service's settings.
+        pool: this node's memory.
+        node_id: hex id of this node.
+        kv: this node's KV side; None when ``kv_source`` is ``none``, and KV counts as present.
+    """
+
+    def __init__(self, config: CacheConfig, pool: SharedPool, *, node_id: str, kv: KVPresence | None) -> None:
+        self._config = config
+        self._pool = pool
+        self._node_id = node_id
+        self._kv = kv
+        self._memory = pool.view()
+        self._store = HiddenStateStore(
+            pool.data_bytes, chunk_size=config.chunk_size, max_leased_fraction=config.max_leased_fraction
+        )
+        self._own_ids = itertools.count()
+        self._lock = threading.Lock()
+        self._clients: dict[bytes, ClientInfo] = {}
+        self._warned_full = self._kv_in_trouble = False
+        self._retrieves = self._hits = self._asked = self._served = self._kv_unknown = 0
+
+    @property
+    def store(self) -> HiddenStateStore:
+        """The index, for audits and tests."""
+        return self._store
+
+    def attach(self, info: ClientInfo) -> AttachReply:
+        """Register a client process; idempotent. Memory is leased only to processes whose end this node can see.
+
+        Raises:
+            ConfigMismatchError: the client speaks another version of the protocol.
+        """
+        if info.protocol != PROTOCOL_VERSION:
+            raise ConfigMismatchError(
+                f"protocol: this client speaks version {info.protocol}, the service version {PROTOCOL_VERSION}; "
+                "install the same hs-cache on every node"
+            )
+        reason = self._why_not_shared(info)
+        if not reason:
+            with self._lock:
+                self._clients[info.client_id] = info
+        return AttachReply(
+            self._node_id,
+            self._pool.incarnation,
+            self._config.model_dump(),
+            None if reason else self._pool.address,
+            reason,
+        )
+
+    def _why_not_shared(self, info: ClientInfo) -> str:
+        if info.node_id != self._node_id:
+            return f"the client is on node {info.node_id}"
+        if info.start_time is None:
+            return "the client has no /proc to be recognised by"
+        if process_start_time(info.pid) != info.start_time:
+            return "the client lives in another pid namespace"
+        return ""
+
+    def reserve(self, request: ReserveRequest) -> ReserveReply:
+        """Room in the pool for a client that will write into it; see `HiddenStateStore.reserve`.
+
+        Raises:
+            StaleIncarnationError: the request was meant for a predecessor.
+            InvalidInputError: a layer's hidden_dim or dtype differs from what the key space holds.
+        """
+        with self._granting(request) as hold:
+            return self._reserve(hold, request)
+
+    def commit(self, incarnation: bytes, client_id: bytes, hold_id: int) -> CommitReply:
+        """Make what a client wrote visible.
+
+        Raises:
+            StaleIncarnationError: this reservation is not, or no longer, held here.
+        """
+        self._check_attached(incarnation, client_id)
+        return self._commit((client_id, hold_id))
+
+    def lease(self, request: LeaseRequest) -> LeaseReply:
+        """The longest prefix with KV and every layer, held for the client; asks the KV side once.
+
+        Blocks for the KV side, at most 0.8 of ``request.timeout_s``. Whatever fails there is *unknown*, never an error.
+
+        Raises:
+            StaleIncarnationError: the request was meant for a predecessor.
+        """
+        with self._granting(request) as hold:
+            return self._lease(hold, request)
+
+    def release(self, incarnation: bytes, client_id: bytes, ids: Sequence[int]) -> None:
+        """End leases and give up reservations; idempotent, and without effect for a predecessor's."""
+        if incarnation == self._pool.incarnation:
+            self._store.release(client_id, ids)
+
+    def store_rows(self, request: ReserveRequest, flat: Flat) -> CommitReply:
+        """A whole store for a client without the mapping; `flat` is what `hs_cache.rows.flatten` made. Blocks for the
+        copy.
+
+        Raises:
+            InvalidInputError: as `reserve`, or `flat` has another size than the request says.
+        """
+        first_token = request.first_chunk * self._config.chunk_size
+        expected = sum(spec.row_bytes for spec in request.specs) * (request.num_tokens - first_token)
+        if flat.nbytes != expected:
+            raise InvalidInputError(
+                f"flat: got {flat.nbytes} bytes, expected {expected} for the tokens and layers named"
+            )
+        with self._own_hold() as hold:
+            reply = self._reserve(hold, request)
+            copy_flat_in(self._memory, reply.runs, request.specs, flat, first_token)
+            return self._commit(hold)
+
+    @contextmanager
+    def lease_rows(self, request: LeaseRequest) -> Iterator[tuple[LeaseReply, Flat | None]]:
+        """A retrieve for a client without the mapping: rows laid out as `hs_cache.rows.flat_runs` says, None on a miss.
+
+        They may be a view of the pool, leased until the context ends: copy them before.
+        """
+        with self._own_hold() as hold:
+            reply = self._lease(hold, request)
+            yield reply, flatten_runs(self._memory, reply.runs, reply.specs) if reply.num_tokens else None
+
+    def store_hidden_states(
+        self,
+        token_ids: Any,
+        hidden_states: Any,
+        *,
+        layer_idx: int = 0,
+        token_offset: int = 0,
+        mm_spans: Sequence[MMSpan] = (),
+        **space: str,
+    ) -> int:
+        """The drop-in store, by handle: rows are copied from the arguments. Returns the number of chunks newly stored.
+
+        `space` takes the fields of `KeySpace` except ``chunk_size``.
+
+        Raises:
+            InvalidInputError: an argument is wrong; nothing was changed.
+        """
+        database = self._database(space)
+        layers = {check_index("layer_idx", layer_idx): hidden_states}
+        plan = plan_store(database, self._config.hidden_state_layers, token_ids, layers, token_offset, mm_spans)
+        if not plan.num_chunks or not plan.specs:
+            return 0
+        with self._own_hold() as hold:
+            request = ReserveRequest(
+                incarnation=self._pool.incarnation,
+                client_id=hold[0],
+                hold_id=hold[1],
+                space=database.space.fingerprint,
+                keys=plan.keys.blob,
+                num_tokens=plan.keys.num_tokens,
+                first_chunk=plan.first_chunk,
+                specs=plan.specs,
+                kv_local=True,
+            )
+            reply = self._reserve(hold, request)
+            copy_in(self._memory, reply.runs, plan.specs, plan.rows, plan.first_token)
+            return self._commit(hold).stored
+
+    def retrieve_hidden_states(
+        self, token_ids: Any, *, layer_idx: int = 0, mm_spans: Sequence[MMSpan] = (), **space: str
+    ) -> torch.Tensor | None:
+        """The drop-in retrieve, by handle: a float32 copy ``[n, hidden_dim]``, None on a miss.
+
+        Raises:
+            InvalidInputError: an argument is wrong.
+        """
+        layer = check_index("layer_idx", layer_idx)
+        keys = self._database(space).chunk_keys(token_ids, mm_spans=mm_spans)
+        with self._own_hold() as hold:
+            request = LeaseRequest(
+                incarnation=self._pool.incarnation,
+                client_id=hold[0],
+                hold_id=hold[1],
+                keys=keys.blob,
+                num_tokens=keys.num_tokens,
+                layers=(layer,),
+                timeout_s=self._config.rpc_timeout_s,
+            )
+            reply = self._lease(hold, request)
+            if not reply.num_tokens:
+                return None
+            (spec,) = reply.specs
+            rows = torch.empty(reply.num_tokens, spec.hidden_dim, dtype=torch.float32)
+            copy_out(self._memory, reply.runs, spec, rows, 0, reply.num_tokens)
+            return rows
+
+    def has_chunk(self, key: bytes, layer_idx: int = 0) -> bool:
+        """Whether a chunk is there with that layer; no effect on the order."""
+        return self._store.contains(key, layer_idx)
+
+    def num_cached_chunks(self) -> int:
+        """Chunks in the index."""
+        return self._store.stats().num_chunks
+
+    def drop_key(self, key: bytes) -> bool:
+        """Drop a chunk with all its layers; idempotent. Rows already handed out stay valid."""
+        return self._store.drop(key)
+
+    def stats(self) -> NodeStatistics:
+        """A snapshot."""
+        with self._lock:
+            return NodeStatistics(
+                node_id=self._node_id,
+                incarnation=self._pool.incarnation.hex(),
+                pid=self._pool.address.pid,
+                pinned=self._pool.pinned,
+                kv_source=self._config.kv_source,
+                num_clients=len(self._clients),
+                retrieves_total=self._retrieves,
+                hits_total=self._hits,
+                tokens_asked_total=self._asked,
+                tokens_served_total=self._served,
+                kv_unknown_total=self._kv_unknown,
+                store=self._store.stats(),
+            )
+
+    def sweep(self) -> int:
+        """End everything held by client processes that are gone; returns how many processes that were."""
+        with self._lock:
+            clients = list(self._clients.values())
+        gone = [info for info in clients if info.start_time is None or not process_alive(info.pid, info.start_time)]
+        for info in gone:
+            # Unregistered first, so that `_granting` takes back what a call still on its way gets after this.
+            with self._lock:
+                self._clients.pop(info.client_id, None)
+            holds = self._store.release_owner(info.client_id)
+            logger.info("client process %d is gone; %d leases and reservations of its ended", info.pid, holds)
+        return len(gone)
+
+    def close(self) -> None:
+        """Let the pool go; idempotent. Rows that clients hold stay valid until they let go of them."""
+        self._memory = memoryview(b"")
+        self._pool.close()
+
+    def _check_attached(self, incarnation: bytes, client_id: bytes) -> None:
+        if incarnation != self._pool.incarnation:
+            raise StaleIncarnationError("this pool's owner has been restarted since the client attached")
+        if client_id not in self._clients:
+            raise StaleIncarnationError("this client is not attached here, or counted as gone")
+
+    @contextmanager
+    def _granting(self, request: ReserveRequest | LeaseRequest) -> Iterator[HoldId]:
+        """The id under which a client gets what it asks for here; nothing when it turns out to be gone."""
+        self._check_attached(request.incarnation, request.client_id)
+        self._store.release(request.client_id, request.releases)
+        hold = (request.client_id, request.hold_id)
+        yield hold
+        if request.client_id not in self._clients:  # `sweep` may have been through before the hold was made
+            self._store.end(hold)
+            raise StaleIncarnationError("this client counted as gone while its call was served")
+
+    @contextmanager
+    def _own_hold(self) -> Iterator[HoldId]:
+        """An id of this process's own, whose holds end with the context."""
+        hold = (b"", next(self._own_ids))
+        try:
+            yield hold
+        finally:
+            self._store.end(hold)
+
+    def _database(self, space: dict[str, str]) -> TokenDatabase:
+        known = ("model", "model_revision", "lora_id", "cache_salt", "shard")
+        for name in space:
+            if name not in known:
+                raise InvalidInputError(f"{name}: unknown argument, expected one of {', '.join(known)}")
+        key_space = KeySpace(**space, chunk_size=self._config.chunk_size)
+        return TokenDatabase(key_space, save_unfull_chunk=self._config.save_unfull_chunk)
+
+    def _checked_keys(self, request: ReserveRequest | LeaseRequest) -> list[ChunkKey]:
+        return list(ChunkKeys(request.keys, request.num_tokens, self._config.chunk_size))
+
+    def _reserve(self, hold: HoldId, request: ReserveRequest) -> ReserveReply:
+        keys = self._checked_keys(request)
+        if not 0 <= request.first_chunk <= len(keys):
+            raise InvalidInputError(f"first_chunk: got {request.first_chunk}, expected 0 to {len(keys)}, the chunks")
+        reserved = self._store.reserve(
+            hold,
+            space=request.space,
+            keys=keys,
+            num_tokens=request.num_tokens,
+            first_chunk=request.first_chunk,
+            specs=request.specs,
+            kv_local=request.kv_local,
+        )
+        if self._kv is not None and request.kv_local:
+            # Noted now and awaited at the commit: it overlaps the copy, and an eviction reported later still counts.
+            self._kv.note_stored(b"".join(keys[request.first_chunk :]))
+        if reserved.refused and not self._warned_full:
+            self._warned_full = True
+            logger.warning(
+                "the pool is too small for all that is stored: %d of %d chunks were refused; raise "
+                "max_hidden_state_cpu_size (%s GiB). Further refusals are counted, not logged.",
+                reserved.refused,
+                len(keys) - request.first_chunk,
+                self._config.max_hidden_state_cpu_size,
+            )
+        return ReserveReply(self._pool.incarnation, reserved.runs, reserved.refused)
+
+    def _commit(self, hold: HoldId) -> CommitReply:
+        if self._kv is not None:
+            self._kv.settle_notes(self._config.rpc_timeout_s * _KV_SHARE_OF_DEADLINE)
+        done = self._store.commit(hold)
+        return CommitReply(self._pool.incarnation, done.stored, done.present, done.failed, done.prefix_tokens)
+
+    def _lease(self, hold: HoldId, request: LeaseRequest) -> LeaseReply:
+        found = self._store.lease(hold, self._checked_keys(request), request.layers)
+        presence = self._ask_kv(found.keys, found.kv_local, request.timeout_s * _KV_SHARE_OF_DEADLINE)
+        granted = self._store.settle(hold, presence)
+        with self._lock:
+            self._retrieves += 1
+            self._hits += granted.num_tokens > 0
+            self._asked += request.num_tokens
+            self._served += granted.num_tokens
+            self._kv_unknown += granted.ended_by == "kv_unknown"
+        return LeaseReply(
+            self._pool.incarnation,
+            granted.num_tokens,
+            granted.specs,
+            granted.runs,
+            granted.must_copy,
+            granted.ended_by,
+        )
+
+    def _ask_kv(self, keys: Sequence[bytes], kv_local: Sequence[bool], timeout_s: float) -> list[int]:
+        """Presence per chunk: what this node's KV side says of its own chunks, *present* for all others."""
+        presence: list[int] = [Presence.PRESENT] * len(keys)
+        asked = [position for position, local in enumerate(kv_local) if local]
+        if self._kv is None or not asked:
+            return presence
+        try:
+            answers = self._kv.presence(b"".join(keys[position] for position in asked), timeout_s)
+            states = [Presence(answer) for answer in answers]
+            if len(states) != len(asked):
+                raise ValueError(f"{len(states)} answers for {len(asked)} chunks")
+            self._kv_in_trouble = False
+        # The KV side is foreign code: whatever it raises, the rows stay and the prefix ends.
+        except Exception as error:
+            self._log_kv_trouble(error)
+            states = [Presence.UNKNOWN] * len(asked)
+        for position, state in zip(asked, states, strict=True):
+            presence[position] = state
+        return presence
+
+    def _log_kv_trouble(self, error: Exception) -> None:
+        if not self._kv_in_trouble:
+            self._kv_in_trouble = True
+            logger.warning(
+                "the KV side of node %s doesn't answer, so nothing that it must vouch for is served: %s: %s",
+                self._node_id,
+                type(error).__name__,
+                error,
+            )

@@ -1,0 +1,189 @@
+"""Starting, joining, leaving and restarting a service."""
+
+import logging
+import pickle
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+import hs_cache
+from actors import deploy
+from hs_cache.config import CacheConfig
+from hs_cache.errors import (
+    ConfigError,
+    ConfigMismatchError,
+    InvalidInputError,
+    PoolTooLargeError,
+    ServiceError,
+    StaleIncarnationError,
+)
+from hs_cache.router import HIDDEN_STATES, KV, find_actor, nodes_of
+from tests.builders import CHUNK_SIZE
+from tests.cluster.children import make_rows
+from tests.cluster.conftest import POOL_GIB, Connect
+from tests.processes import Child, run_python, wait_until
+
+SETTINGS = {"chunk_size": CHUNK_SIZE, "max_hidden_state_cpu_size": POOL_GIB}
+USERS_SCRIPT = """
+import json, logging, sys
+import ray, torch, hs_cache
+import actors
+assert actors.USERS_OWN
+ray.init(address=sys.argv[1], logging_level=logging.ERROR, log_to_driver=False)
+cache = hs_cache.connect({"chunk_size": 4, "max_hidden_state_cpu_size": 0.015625}, service=sys.argv[2])
+rows = torch.randn(8, 4)
+stored = cache.store(range(8), {0: rows}).stored
+print(json.dumps([stored, torch.equal(cache.retrieve(range(8), 0)[0], rows), hs_cache.stop(service=sys.argv[2])]))
+"""
+
+
+def test_connect_starts_a_service_and_joins_it(connect: Connect, name: str, tmp_path: Path) -> None:
+    path = tmp_path / "cache.yaml"
+    path.write_text("chunk_size: 4\nenable_hidden_state_cache: true\nmax_hidden_state_cpu_size: 0.015625\n")
+    first = connect(str(path), service=name)
+    first.store(range(8), {0: make_rows(8, 1)})
+
+    second = connect(service=name)
+    assert second.chunk_size == CHUNK_SIZE
+    assert torch.equal(second.retrieve(range(8), 0)[0], make_rows(8, 1))
+    assert second.stats().node == first.stats().node
+    assert connect({"chunk_size": CHUNK_SIZE, "max_hidden_state_cpu_size": 1.0}, service=name).chunk_size == CHUNK_SIZE
+    with pytest.raises(ConfigMismatchError, match=rf"chunk_size: the running service '{name}' has 4, config says 8"):
+        connect({"chunk_size": 8}, service=name)
+    with pytest.raises(ConfigMismatchError, match="max_hidden_state_cpu_size is 0.015625, asked for 0.5"):
+        hs_cache.start({"chunk_size": CHUNK_SIZE, "max_hidden_state_cpu_size": 0.5}, service=name)
+
+
+def test_disabled_gives_none(connect: Connect, name: str) -> None:
+    assert connect({"enable_hidden_state_cache": False}, service=name) is None
+    assert nodes_of(name) == []
+
+
+def test_wrong_settings_are_refused_before_anything_starts(connect: Connect, name: str, tmp_path: Path) -> None:
+    path = tmp_path / "cache.yaml"
+    path.write_text("chunk_sise: 4\n")
+    with pytest.raises(ConfigError, match=r"unknown key 'chunk_sise' in .*cache.yaml; did you mean 'chunk_size'\?"):
+        connect(path, service=name)
+    with pytest.raises(InvalidInputError, match="service: got 'a b', expected letters"):
+        connect(service="a b")
+    with pytest.raises(InvalidInputError, match="model: got"):
+        connect(service=name, model=7)
+    assert nodes_of(name) == []
+
+
+def test_a_pool_that_is_too_large_leaves_nothing_behind(connect: Connect, name: str) -> None:  # case 24
+    with pytest.raises(PoolTooLargeError) as caught:
+        connect({"max_hidden_state_cpu_size": 1_000_000}, service=name)
+    message = str(caught.value)
+    assert ray.get_runtime_context().get_node_id() in message
+    assert "max_hidden_state_cpu_size" in message
+    assert "MemAvailable" in message or "cgroup" in message
+    assert (nodes_of(name), nodes_of(name, KV)) == ([], [])
+
+
+def test_two_processes_that_connect_at_once_share_one_service(address: str, name: str) -> None:
+    asked = {"address": address, "service": name, "model": "", "config": SETTINGS}
+    with Child("roundtrip", asked) as one, Child("roundtrip", {**asked, "model": "m"}) as two:
+        first, second = one.result(), two.result()
+    assert (first["right"], second["right"]) == (True, True)
+    assert first["incarnation"] == second["incarnation"]
+    assert len(nodes_of(name)) == len(nodes_of(name, KV)) == 1
+
+
+@pytest.mark.parametrize("layout", ["module", "package"])
+def test_a_working_directory_with_its_own_actors(address: str, name: str, tmp_path: Path, layout: str) -> None:
+    if layout == "package":
+        (tmp_path / "actors").mkdir()
+    own = tmp_path / ("actors/__init__.py" if layout == "package" else "actors.py")
+    own.write_text("USERS_OWN = True\n")
+    (tmp_path / "job.py").write_text(USERS_SCRIPT)
+    done = run_python(["job.py", address, name], cwd=tmp_path)
+    assert done.stdout.strip() == "[2, true, 1]", done.stderr
+
+
+def test_without_ray(service: str, tmp_path: Path) -> None:
+    clients = [hs_cache.connect(service=service, strict=strict) for strict in (False, True)]
+    (tmp_path / "cache.yaml").write_text("chunk_sise: 4\n")
+    arguments = {"pickled": pickle.dumps(clients).hex(), "typo": str(tmp_path / "cache.yaml")}
+    with Child("without_ray", arguments) as child:
+        found = child.result()
+    assert found["disabled"] is None
+    assert found["typo"][0] == "ConfigError"
+    assert found["bad_service"][0] == "InvalidInputError"
+    assert found["lenient"] == "unreachable"
+    for refused in ("locate", "strict"):
+        assert found[refused][0] == "ServiceNotRunningError"
+        assert "Ray is not initialised" in found[refused][1]
+    for refused in ("start", "stop"):
+        assert found[refused][0] == "ServiceError"
+        assert "Ray is not initialised" in found[refused][1]
+    assert not found["joined"]
+
+
+def test_a_service_that_stops_and_starts_again(
+    connect: Connect, name: str, caplog: pytest.LogCaptureFixture
+) -> None:  # case 25
+    deploy.start(CacheConfig(**SETTINGS), service=name)
+    cache, strict = connect(service=name), connect(service=name, strict=True)
+    cache.store(range(12), {0: make_rows(12, 1)})
+    held = cache.retrieve(range(12), 0)
+    old = cache.stats().node
+
+    assert deploy.stop(service=name) == 1
+    with caplog.at_level(logging.WARNING, logger="hs_cache"):
+        for _ in range(3):
+            assert cache.retrieve(range(12), 0).ended_by == "unreachable"
+        assert cache.store(range(4), {0: make_rows(4, 1)}).failed == 1
+        assert not cache.kv.report_stored(range(4))
+        assert cache.stats().node is None
+    assert [record.message for record in caplog.records if "can't be reached" in record.message] == [
+        record.message for record in caplog.records
+    ][:1]
+    assert cache.stats().unreachable_total >= 3
+    with pytest.raises(ServiceError):
+        strict.retrieve(range(12), 0)
+    with pytest.raises(ServiceError):
+        strict.store(range(4), {0: make_rows(4, 1)})
+    assert torch.equal(held[0], make_rows(12, 1))
+
+    deploy.start(CacheConfig(**SETTINGS), service=name)
+    actor = find_actor(name, HIDDEN_STATES, nodes_of(name)[0])
+    with pytest.raises(StaleIncarnationError):
+        ray.get(actor.commit.remote(bytes.fromhex(old.incarnation), b"client", 0))
+    assert cache.retrieve(range(12), 0).ended_by == "hidden_state"
+    assert cache.store(range(12), {0: make_rows(12, 2)}).stored == 3
+    assert torch.equal(cache.retrieve(range(12), 0)[0], make_rows(12, 2))
+    assert strict.retrieve(range(12), 0).num_tokens == 12
+    assert torch.equal(held[0], make_rows(12, 1))
+    assert cache.stats().node.incarnation != old.incarnation
+    del held
+    wait_until(lambda: cache.stats().node.store.num_leases == 0, "no lease is left")
+
+
+def test_another_chunk_size_after_a_restart_is_an_error(connect: Connect, name: str) -> None:
+    deploy.start(CacheConfig(**SETTINGS), service=name)
+    cache = connect(service=name)
+    deploy.stop(service=name)
+    deploy.start(CacheConfig(**{**SETTINGS, "chunk_size": 8}), service=name)
+    with pytest.raises(ConfigMismatchError, match="connect again"):
+        cache.retrieve(range(12), 0)
+    assert connect(service=name).chunk_size == 8
+
+
+def test_starting_and_stopping_from_code(name: str) -> None:
+    nodes = hs_cache.start(SETTINGS, service=name)
+    assert nodes == nodes_of(name) == nodes_of(name, KV)
+    assert hs_cache.start(service=name) == nodes
+    assert hs_cache.stop(service=name) == 1
+    assert hs_cache.stop(service=name) == 0
+
+
+def test_services_are_apart(connect: Connect, service: str, name: str) -> None:
+    model: dict[str, Any] = {"model": uuid.uuid4().hex}
+    one, other = connect(service=service, **model), connect(SETTINGS, service=name, **model)
+    one.store(range(8), {0: make_rows(8, 1)})
+    assert not other.retrieve(range(8), 0)

@@ -1,0 +1,398 @@
+import logging
+import math
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hs_cache.config import LMCACHE_KEYS, CacheConfig, NodeRequirements
+from hs_cache.errors import ConfigError, InvalidInputError
+
+# As LMCache's documentation shows it, with keys of its KV side around it.
+LMCACHE_YAML = """
+chunk_size: 128
+local_cpu: true
+max_local_cpu_size: 20
+remote_url: "redis://localhost:6379"
+nixl_role: sender        # a deprecated name
+ec_chunk_size: 32        # its second engine
+ec: {local_cpu: true}
+extra_config: {some: thing}
+enable_hidden_state_cache: true
+max_hidden_state_cpu_size: 4          # GiB, pinned CPU pool size
+hidden_state_layers: [0, 1]
+"""
+
+WRONG = [
+    ("chunk_size", 0),
+    ("chunk_size", -1),
+    ("chunk_size", True),
+    ("chunk_size", 1.5),
+    ("chunk_size", "many"),
+    ("chunk_size", None),
+    ("chunk_size", 2**31),
+    ("enable_hidden_state_cache", "perhaps"),
+    ("enable_hidden_state_cache", 2),
+    ("enable_hidden_state_cache", None),
+    ("max_hidden_state_cpu_size", 0),
+    ("max_hidden_state_cpu_size", -2.0),
+    ("max_hidden_state_cpu_size", True),
+    ("max_hidden_state_cpu_size", math.nan),
+    ("max_hidden_state_cpu_size", math.inf),
+    ("max_hidden_state_cpu_size", 1e300),
+    ("max_hidden_state_cpu_size", "4GiB"),
+    ("hidden_state_layers", [0, "x"]),
+    ("hidden_state_layers", [True]),
+    ("hidden_state_layers", [0.5]),
+    ("hidden_state_layers", "0,,1"),
+    ("hidden_state_layers", ","),
+    ("hidden_state_layers", True),
+    ("hidden_state_layers", [2**63]),
+    ("save_unfull_chunk", "si"),
+    ("hidden_states_retrieve_mode", "lenient"),
+    ("node_selector", "gpus"),
+    ("node_selector", 1),
+    ("node_selector", None),
+    ("node_selector", {}),
+    ("node_selector", {"labels": {}}),
+    ("node_selector", {"label": {"zone": "a"}}),
+    ("node_selector", {"labels": {"zone": 1}}),
+    ("node_selector", {"labels": {"": "a"}}),
+    ("node_selector", {"labels": ["zone"]}),
+    ("node_selector", {"resources": {"GPU": 0}}),
+    ("node_selector", {"resources": {"GPU": True}}),
+    ("node_selector", {"resources": {"GPU": math.inf}}),
+    ("kv_source", "lmcash"),
+    ("kv_source", None),
+    ("rpc_timeout_s", 0),
+    ("rpc_timeout_s", -1),
+    ("rpc_timeout_s", math.inf),
+    ("rpc_timeout_s", math.nan),
+    ("max_leased_fraction", 0),
+    ("max_leased_fraction", 1.01),
+    ("max_leased_fraction", True),
+    ("kv_index_capacity", 0),
+    ("kv_index_capacity", 2.5),
+]
+
+
+def load(source: Any = None, **environ: str) -> CacheConfig:
+    return CacheConfig.load(source, environ=environ)
+
+
+def write(folder: Path, content: str | bytes) -> Path:
+    path = folder / "config.yaml"
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def test_defaults() -> None:
+    assert load().model_dump() == {
+        "chunk_size": 256,
+        "enable_hidden_state_cache": False,
+        "max_hidden_state_cpu_size": 2.0,
+        "hidden_state_layers": None,
+        "save_unfull_chunk": False,
+        "hidden_states_retrieve_mode": "prefix_strict",
+        "node_selector": "auto",
+        "kv_source": "reports",
+        "rpc_timeout_s": 2.0,
+        "max_leased_fraction": 0.5,
+        "kv_index_capacity": 262_144,
+    }
+
+
+def test_lmcache_file_loads_and_its_other_keys_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path, LMCACHE_YAML)
+    with caplog.at_level(logging.INFO, logger="hs_cache.config"):
+        config = load(path)
+    assert (config.chunk_size, config.enable_hidden_state_cache, config.hidden_state_layers) == (128, True, (0, 1))
+    assert config.max_hidden_state_cpu_bytes == 4 * 2**30
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    assert record.getMessage() == (
+        f"{path}: ignoring keys that only LMCache uses: "
+        "ec, ec_chunk_size, extra_config, local_cpu, max_local_cpu_size, nixl_role, remote_url"
+    )
+
+
+def test_every_lmcache_key_is_read_or_ignored() -> None:
+    shared = LMCACHE_KEYS & set(CacheConfig.model_fields)
+    assert shared == {
+        "chunk_size",
+        "enable_hidden_state_cache",
+        "hidden_state_layers",
+        "hidden_states_retrieve_mode",
+        "max_hidden_state_cpu_size",
+        "save_unfull_chunk",
+    }
+    assert load(dict.fromkeys(LMCACHE_KEYS - shared, "anything")) == load()
+
+
+def test_own_keys_alone_log_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        load({"chunk_size": 4}, LMCACHE_LOCAL_CPU="true")
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG)
+def test_wrong_value_names_key_value_and_what_was_expected(name: str, value: Any) -> None:
+    description = CacheConfig.model_fields[name].description
+    for build in (lambda: load({name: value}), lambda: CacheConfig(**{name: value})):
+        with pytest.raises(ConfigError) as caught:
+            build()
+        message = str(caught.value)
+        assert message.startswith(f"{name}: got {value!r}")
+        assert f"expected {description}" in message
+        assert "pydantic" not in message
+
+
+def test_every_setting_says_what_it_expects() -> None:
+    assert all(field.description for field in CacheConfig.model_fields.values())
+    assert {name for name, _ in WRONG} == set(CacheConfig.model_fields)
+
+
+def test_all_wrong_values_are_reported_with_their_own_source(tmp_path: Path) -> None:
+    path = write(tmp_path, "chunk_size: 0\nrpc_timeout_s: 1\n")
+    with pytest.raises(ConfigError) as caught:
+        load(path, HS_CACHE_KV_SOURCE="x")
+    assert f"chunk_size: got 0 from {path}, expected" in str(caught.value)
+    assert "; kv_source: got 'x' from HS_CACHE_KV_SOURCE, expected" in str(caught.value)
+    assert "rpc_timeout_s" not in str(caught.value)
+
+
+def test_long_values_are_shortened_in_messages() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load({"kv_source": "x" * 10_000})
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("spelling", ["skip_missing_chunks", "skip-missing-chunks", "SkipMissingChunks", "legacy"])
+def test_skipping_missing_chunks_is_refused_with_the_reason(spelling: str) -> None:
+    with pytest.raises(ConfigError, match="a hole in the prefix would hand the next stage rows at wrong positions"):
+        load({"hidden_states_retrieve_mode": spelling})
+
+
+@pytest.mark.parametrize("spelling", ["prefix_strict", "prefix-strict", "PrefixStrict", None])
+def test_prefix_strict_in_lmcaches_spellings(spelling: str | None) -> None:
+    assert load({"hidden_states_retrieve_mode": spelling}).hidden_states_retrieve_mode == "prefix_strict"
+
+
+@pytest.mark.parametrize(
+    ("key", "suggestion"),
+    [
+        ("chunk_szie", "chunk_size"),
+        ("Chunk_Size", "chunk_size"),
+        ("max_hidden_cpu_size", "max_hidden_state_cpu_size"),
+        ("max_local_cpu_siz", "max_local_cpu_size"),
+        ("rpc_timeout", "rpc_timeout_s"),
+    ],
+)
+def test_unknown_key_suggests_the_nearest_and_names_the_file(tmp_path: Path, key: str, suggestion: str) -> None:
+    path = write(tmp_path, f"{key}: 1\n")
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert f"unknown key {key!r} in {path}; did you mean {suggestion!r}?" in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["service", "zzzzzz", 5, True, None])
+def test_unknown_key_without_a_near_one_lists_the_known(key: object) -> None:
+    with pytest.raises(ConfigError, match="known keys: chunk_size, enable_hidden_state_cache,") as caught:
+        load({key: 1})
+    assert f"unknown key {key!r}" in str(caught.value)
+
+
+def test_unknown_keyword_argument() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'chunk_size'"):
+        CacheConfig(chunk_siz=4)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("- chunk_size\n", "expected a mapping"),
+        ("chunk_size", "expected a mapping"),
+        ("chunk_size: [1\n", "not valid YAML"),
+        ("chunk_size: 2026-13-45\n", "not valid YAML"),
+        ("? [a]\n: 1\n", "not valid YAML"),
+        ("a: " + "[" * 5000, "not valid YAML"),
+        ("chunk_size: !!python/object/apply:os.getpid []\n", "not valid YAML"),
+        (b"chunk_size: 4 # \xff\n", "UTF-8 text, got other bytes at offset 16"),
+    ],
+)
+def test_unusable_file(tmp_path: Path, content: str | bytes, message: str) -> None:
+    path = write(tmp_path, content)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(path)
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize("content", ["", "# nothing\n", "---\n", "{}\n", b"\xef\xbb\xbf{}\n"])
+def test_empty_file_is_the_defaults(tmp_path: Path, content: str | bytes) -> None:
+    config = load(write(tmp_path, content))
+    assert config == load()
+    assert not config.model_fields_set
+
+
+@pytest.mark.parametrize("name", ["missing.yaml", ".", "", "a\0b"])
+def test_unreadable_path(tmp_path: Path, name: str) -> None:
+    for path in (tmp_path / name, str(tmp_path / name)):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            load(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(HS_CACHE_CONFIG_FILE=str(tmp_path / name) + "/")
+
+
+@pytest.mark.parametrize("source", [5, b"config.yaml", ["chunk_size"], object()])
+def test_source_of_a_wrong_type(source: Any) -> None:
+    with pytest.raises(ConfigError, match=r"config: got .*, expected the path of a YAML file, a mapping"):
+        load(source)
+
+
+def test_file_from_the_environment(tmp_path: Path) -> None:
+    ours, theirs, given_path = (tmp_path / name for name in ("ours.yaml", "theirs.yaml", "given.yaml"))
+    for size, path in enumerate((ours, theirs, given_path), start=1):
+        path.write_text(f"chunk_size: {size}\n")
+    both = {"HS_CACHE_CONFIG_FILE": str(ours), "LMCACHE_CONFIG_FILE": str(theirs)}
+    assert load(**both).chunk_size == 1
+    assert load(LMCACHE_CONFIG_FILE=str(theirs)).chunk_size == 2
+    assert load(HS_CACHE_CONFIG_FILE="", LMCACHE_CONFIG_FILE=str(theirs)).chunk_size == 2
+    assert load(given_path, **both).chunk_size == 3
+    assert load({}, **both).chunk_size == 256
+
+
+def test_environment_wins_over_the_file_and_ours_over_lmcaches(tmp_path: Path) -> None:
+    path = write(tmp_path, "chunk_size: 1\nrpc_timeout_s: 7\nkv_source: none\n")
+    config = load(path, LMCACHE_CHUNK_SIZE="2", LMCACHE_KV_SOURCE="lmcache", HS_CACHE_CHUNK_SIZE="3")
+    assert (config.chunk_size, config.kv_source, config.rpc_timeout_s) == (3, "lmcache", 7.0)
+
+
+def test_os_environ_is_the_default_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HS_CACHE_CHUNK_SIZE", "12")
+    assert CacheConfig.load().chunk_size == 12
+    assert CacheConfig().chunk_size == 256
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("CHUNK_SIZE", " 64 ", 64),
+        ("CHUNK_SIZE", '"64"', 64),
+        ("ENABLE_HIDDEN_STATE_CACHE", "True", True),
+        ("ENABLE_HIDDEN_STATE_CACHE", "1", True),
+        ("ENABLE_HIDDEN_STATE_CACHE", "yes", True),
+        ("ENABLE_HIDDEN_STATE_CACHE", "on", True),
+        ("ENABLE_HIDDEN_STATE_CACHE", "false", False),
+        ("SAVE_UNFULL_CHUNK", "off", False),
+        ("MAX_HIDDEN_STATE_CPU_SIZE", "0.25", 0.25),
+        ("RPC_TIMEOUT_S", "1e1", 10.0),
+        ("HIDDEN_STATE_LAYERS", "0, 24", (0, 24)),
+        ("HIDDEN_STATE_LAYERS", "-1", (-1,)),
+        ("HIDDEN_STATE_LAYERS", "24,0,24,", (0, 24)),
+        ("HIDDEN_STATE_LAYERS", "[1, 0]", (0, 1)),
+        ("HIDDEN_STATE_LAYERS", "[]", ()),
+        ("HIDDEN_STATE_LAYERS", "null", None),
+        ("NODE_SELECTOR", "gpu", "gpu"),
+        ("NODE_SELECTOR", "{resources: {GPU: 1}}", NodeRequirements(resources={"GPU": 1})),
+        ("HIDDEN_STATES_RETRIEVE_MODE", "prefix_strict", "prefix_strict"),
+    ],
+)
+def test_text_of_the_environment(name: str, text: str, value: object) -> None:
+    for prefix in ("HS_CACHE_", "LMCACHE_"):
+        config = load({"hidden_state_layers": [7]}, **{prefix + name: text})
+        assert getattr(config, name.lower()) == value
+        assert config.is_set(name.lower())
+
+
+@pytest.mark.parametrize("text", ["", "  ", '""'])
+def test_empty_variable_counts_as_not_set(text: str) -> None:
+    config = load(HS_CACHE_HIDDEN_STATE_LAYERS=text, HS_CACHE_CHUNK_SIZE=text)
+    assert config == load()
+    assert not config.model_fields_set
+    assert load({"hidden_state_layers": [3]}, HS_CACHE_HIDDEN_STATE_LAYERS=text).hidden_state_layers == (3,)
+    assert load(LMCACHE_CHUNK_SIZE="4", HS_CACHE_CHUNK_SIZE=text).chunk_size == 4
+
+
+def test_unknown_variables() -> None:
+    with pytest.raises(
+        ConfigError, match="'HS_CACHE_CHUNKSIZE' in the environment; did you mean 'HS_CACHE_CHUNK_SIZE'"
+    ):
+        load(HS_CACHE_CHUNKSIZE="4")
+    with pytest.raises(ConfigError, match="did you mean 'HS_CACHE_CONFIG_FILE'"):
+        load(HS_CACHE_CONFIG_FILES="x.yaml")
+    with pytest.raises(ConfigError, match="unknown key 'HS_CACHE_chunk_size'"):
+        load(HS_CACHE_chunk_size="4")
+    assert load(LMCACHE_CHUNKSIZE="4", LMCACHE_LOCAL_CPU="x", HS_CACHED="1", CHUNK_SIZE="4") == load()
+
+
+@pytest.mark.parametrize(
+    ("given_layers", "layers"),
+    [(None, None), ([], ()), ([24, 0, 24], (0, 24)), ((1,), (1,)), ({5, -1}, (-1, 5)), (3, (3,)), (["2", 1], (1, 2))],
+)
+def test_hidden_state_layers(given_layers: Any, layers: tuple[int, ...] | None) -> None:
+    assert load({"hidden_state_layers": given_layers}).hidden_state_layers == layers
+
+
+def test_node_selector_mapping(tmp_path: Path) -> None:
+    path = write(tmp_path, "node_selector:\n  labels: {market-type: on-demand}\n  resources: {GPU: 1, ns2: 0.5}\n")
+    selector = load(path).node_selector
+    assert isinstance(selector, NodeRequirements)
+    assert selector.labels == {"market-type": "on-demand"}
+    assert selector.resources == {"GPU": 1.0, "ns2": 0.5}
+
+
+def test_is_set_tells_explicit_defaults_from_silence(tmp_path: Path) -> None:
+    assert not load().is_set("enable_hidden_state_cache")
+    assert load({"enable_hidden_state_cache": False}).is_set("enable_hidden_state_cache")
+    assert load(write(tmp_path, "enable_hidden_state_cache: false")).is_set("enable_hidden_state_cache")
+    assert load(LMCACHE_ENABLE_HIDDEN_STATE_CACHE="false").is_set("enable_hidden_state_cache")
+    explicit = CacheConfig(chunk_size=256)
+    assert explicit.is_set("chunk_size")
+    assert not explicit.is_set("kv_source")
+    assert explicit == CacheConfig()
+    with pytest.raises(InvalidInputError, match="got 'chunk', expected one of chunk_size"):
+        explicit.is_set("chunk")
+
+
+def test_a_config_is_taken_as_it_is() -> None:
+    config = CacheConfig(chunk_size=4)
+    assert load(config, HS_CACHE_CHUNK_SIZE="8") is config
+
+
+def test_frozen() -> None:
+    config = CacheConfig()
+    with pytest.raises(ValueError, match="frozen"):
+        config.chunk_size = 4
+    assert config.chunk_size == 256
+
+
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "chunk_size": st.integers(1, 2**31 - 1),
+            "enable_hidden_state_cache": st.booleans(),
+            "max_hidden_state_cpu_size": st.floats(1e-300, 2**20),
+            "hidden_state_layers": st.none() | st.lists(st.integers(-(2**63), 2**63 - 1), max_size=4),
+            "node_selector": st.sampled_from(["auto", "gpu", "all", {"labels": {"zone": "a"}}]),
+            "max_leased_fraction": st.floats(0, 1, exclude_min=True),
+        },
+    )
+)
+def test_round_trips(values: dict[str, Any]) -> None:
+    config = load(values)
+    assert config.max_hidden_state_cpu_bytes >= 1
+    for copy in (pickle.loads(pickle.dumps(config)), load(config.model_dump(mode="json", exclude_unset=True))):
+        assert copy == config
+        assert copy.model_fields_set == set(values)
+
+
+def test_loads_neither_torch_nor_ray() -> None:
+    code = "import sys, hs_cache.config; print(sorted({'torch', 'ray'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,739 @@
+"""HiddenStateStore: what is found, what goes first, what is never taken, and whose memory comes back when."""
+
+import random
+import sys
+import threading
+
+import pytest
+
+from hs_cache.errors import InvalidInputError, StaleIncarnationError
+from hs_cache.kv_presence import Presence
+from hs_cache.messages import Run
+from hs_cache.store import Committed, Granted, HiddenStateStore, Reserved
+from tests.builders import (
+    CHUNK_SIZE,
+    OWNER,
+    SLOT_BYTES,
+    PoolMemory,
+    coverage,
+    lease,
+    make_keys,
+    make_spec,
+    make_store,
+    make_tokens,
+    put,
+    reserve,
+)
+
+ABSENT, PRESENT, UNKNOWN = Presence.ABSENT, Presence.PRESENT, Presence.UNKNOWN
+NOTHING = Granted(0, (), (), False, "hidden_state")
+BOTH = (make_spec(0), make_spec(1))
+
+
+def evict_one_by_one(store: HiddenStateStore, prompts: list[str], count: int) -> str:
+    """The last letters of the chunks that go, in order, as `count` strangers of one slot are stored into a full pool."""
+    watched = {key: letter for prompt in prompts for key, letter in zip(make_keys(prompt), prompt, strict=True)}
+    gone = ""
+    for i in range(count):
+        before = {key for key in watched if store.contains(key, 0)}
+        assert put(store, chr(0x391 + i)).stored == 1
+        gone += "".join(watched[key] for key in before if not store.contains(key, 0))
+        store.check()
+    return gone
+
+
+def slots(store: HiddenStateStore, state: str) -> int:
+    return int(getattr(store.stats(), f"{state}_bytes")) // SLOT_BYTES
+
+
+def test_a_store_is_invisible_until_its_commit_and_then_found_whole() -> None:
+    store = make_store(8)
+    assert reserve(store, (OWNER, 1), "abc") == Reserved((Run(0, 0, 12, 0),), 0)
+    assert coverage(store, "abc") == "..."
+    assert lease(store, (OWNER, 2), "abc") == NOTHING
+    assert (slots(store, "reserved"), slots(store, "resident"), slots(store, "free")) == (3, 0, 5)
+    assert store.commit((OWNER, 1)) == Committed(stored=3, present=0, failed=0, prefix_tokens=12)
+    assert coverage(store, "abc") == "abc"
+    assert (slots(store, "reserved"), slots(store, "resident"), slots(store, "free")) == (0, 3, 5)
+    assert lease(store, (OWNER, 3), "abcd") == Granted(12, (make_spec(),), (Run(0, 0, 12, 0),), False, "hidden_state")
+    assert lease(store, (OWNER, 4), "ab") == Granted(8, (make_spec(),), (Run(0, 0, 8, 0),), False, "")
+    store.check()
+
+
+def test_storing_again_keeps_what_is_there() -> None:
+    store = make_store(8)
+    put(store, "abc")
+    assert reserve(store, (OWNER, 1), "abcd") == Reserved((Run(0, 12, 4, 3 * SLOT_BYTES),), 0)
+    assert store.commit((OWNER, 1)) == Committed(stored=1, present=3, failed=0, prefix_tokens=16)
+    assert store.stats().stored_chunks_total == 4
+
+
+@pytest.mark.parametrize("state", [ABSENT, UNKNOWN])
+def test_the_prefix_ends_where_kv_is_not_present(state: Presence) -> None:
+    store = make_store(8)
+    put(store, "abc", *BOTH)
+    granted = lease(store, (OWNER, 1), "abc", presence=[PRESENT, state, PRESENT])
+    assert (granted.num_tokens, granted.runs) == (4, (Run(0, 0, 4, 0),))
+    store.check()
+    if state is ABSENT:
+        assert granted.ended_by == "kv_absent"
+        assert coverage(store, "abc", 0) == coverage(store, "abc", 1) == "a.c"
+        assert store.stats().kv_dropped_chunks_total == 1
+    else:
+        assert granted.ended_by == "kv_unknown"
+        assert coverage(store, "abc", 0) == coverage(store, "abc", 1) == "abc"
+        assert store.stats().kv_dropped_chunks_total == 0
+
+
+def test_every_absent_chunk_is_dropped_also_behind_the_end() -> None:
+    store = make_store(8)
+    put(store, "abcd")
+    granted = lease(store, (OWNER, 1), "abcd", presence=[UNKNOWN, ABSENT, PRESENT, ABSENT])
+    assert granted == Granted(0, (), (), False, "kv_unknown")
+    assert coverage(store, "abcd") == "a.c."
+    assert store.stats().num_leases == 0
+    store.check()
+
+
+def test_a_missing_hidden_state_ends_the_prefix() -> None:
+    store = make_store(8)
+    put(store, "abc")
+    assert store.drop(make_keys("abc")[1])
+    assert not store.drop(make_keys("abc")[1])
+    granted = lease(store, (OWNER, 1), "abc")
+    assert (granted.num_tokens, granted.ended_by) == (4, "hidden_state")
+    store.check()
+
+
+def test_wrong_number_of_presences_is_refused_and_the_lease_stays() -> None:
+    store = make_store(8)
+    put(store, "ab")
+    store.lease((OWNER, 1), make_keys("ab"), (0,))
+    for presence in ([ABSENT], [ABSENT] * 3):
+        with pytest.raises(InvalidInputError, match=f"presence: got {len(presence)} values, expected 2"):
+            store.settle((OWNER, 1), presence)
+    assert coverage(store, "ab") == "ab"
+    assert store.settle((OWNER, 1), [PRESENT] * 2).num_tokens == 8
+
+
+def test_kv_absent_while_another_reader_holds_the_chunk_strands_it_until_the_last_release() -> None:
+    store = make_store(4)
+    put(store, "ab", *BOTH)
+    lease(store, (b"first", 1), "ab", (0,))
+    lease(store, (b"second", 1), "ab", (0, 1))
+    lease(store, (OWNER, 1), "ab", presence=[PRESENT, ABSENT])
+    store.check()
+    assert coverage(store, "ab", 0) == coverage(store, "ab", 1) == "a."
+    assert (slots(store, "resident"), slots(store, "stranded"), slots(store, "free")) == (2, 2, 0)
+    store.release(b"first", [1])
+    assert (slots(store, "stranded"), slots(store, "free")) == (2, 0)
+    assert put(store, "x") == Committed(0, 0, 1, 0), "what is held must not be reused"
+    store.release(b"second", [1])
+    assert (slots(store, "stranded"), slots(store, "free")) == (0, 2)
+    store.check()
+
+
+def test_a_chunk_dropped_between_lease_and_settle_ends_the_prefix() -> None:
+    store = make_store(4)
+    put(store, "abc")
+    store.lease((OWNER, 1), make_keys("abc"), (0,))
+    store.drop(make_keys("abc")[1])
+    granted = store.settle((OWNER, 1), [PRESENT] * 3)
+    assert (granted.num_tokens, granted.ended_by) == (4, "hidden_state")
+    store.check()
+    assert (slots(store, "stranded"), slots(store, "free")) == (0, 2)
+
+
+def test_pressure_takes_tails_in_exact_order() -> None:
+    store = make_store(6)
+    put(store, "abc")
+    put(store, "xyz")
+    assert evict_one_by_one(store, ["abc", "xyz"], 6) == "cbazyx"
+
+
+def test_a_retrieve_warms_the_prefix_that_it_got() -> None:
+    store = make_store(6)
+    put(store, "abc")
+    put(store, "xyz")
+    lease(store, (OWNER, 1), "ab")
+    store.release(OWNER, [1])
+    assert evict_one_by_one(store, ["abc", "xyz"], 6) == "czyxba"
+
+
+def test_looking_does_not_warm() -> None:
+    store = make_store(6)
+    put(store, "abc")
+    put(store, "xyz")
+    assert coverage(store, "abc") == "abc"
+    assert evict_one_by_one(store, ["abc", "xyz"], 2) == "cb"
+
+
+def test_a_shared_head_goes_after_both_tails() -> None:
+    store = make_store(5)
+    put(store, "abc")
+    put(store, "abde")
+    assert evict_one_by_one(store, ["abc", "abde"], 5) == "cedba"
+
+
+def test_what_is_behind_a_hole_goes_first() -> None:
+    store = make_store(6)
+    put(store, "xyz")
+    put(store, "abcd")  # takes the tail of xyz
+    store.drop(make_keys("ab")[1])
+    assert put(store, "1").stored == 1
+    assert evict_one_by_one(store, ["xyz", "abcd"], 4) == "dcyx"
+
+
+def test_six_chunks_into_a_pool_of_four() -> None:
+    store = make_store(4)
+    assert put(store, "abcdef") == Committed(stored=4, present=0, failed=2, prefix_tokens=16)
+    assert coverage(store, "abcdef") == "abcd.."
+    assert store.stats().refused_chunks_total == 2
+    store.check()
+
+
+def test_a_second_prompt_takes_tails_of_the_first() -> None:
+    store = make_store(10)
+    assert put(store, "abcdefghijkl").prefix_tokens == 10 * CHUNK_SIZE
+    assert put(store, "xyz").prefix_tokens == 3 * CHUNK_SIZE
+    assert coverage(store, "abcdefghijkl") == "abcdefg....."
+    assert store.stats().evicted_chunks_total == 3
+
+
+def test_storing_the_rest_of_a_prompt_never_evicts_its_head() -> None:
+    store = make_store(4)
+    put(store, "abc")
+    assert put(store, "abcdef") == Committed(stored=1, present=3, failed=2, prefix_tokens=16)
+    assert coverage(store, "abcdef") == "abcd.."
+    assert store.stats().evicted_chunks_total == 0
+
+
+def test_nothing_is_evicted_for_a_chunk_larger_than_the_pool() -> None:
+    store = make_store(20)
+    put(store, "abcdefghijklmnopqrst")
+    assert put(store, "X", make_spec(slots=1)).stored == 1
+    assert put(store, "Y", make_spec(1, slots=21)) == Committed(0, 0, 1, 0)
+    assert store.stats().evicted_chunks_total == 1
+    assert put(store, "Y", make_spec(1, slots=12)).stored == 1
+    assert store.stats().evicted_chunks_total == 13
+    store.check()
+
+
+def test_nothing_is_evicted_for_the_refused_tail() -> None:
+    store = make_store(10)
+    put(store, "abcd")
+    lease(store, (OWNER, 1), "abcd")
+    put(store, "uvwxyz")
+    assert put(store, "12", make_spec(1, slots=4)) == Committed(stored=1, present=0, failed=1, prefix_tokens=4)
+    assert coverage(store, "uvwxyz") == "uv....", "one chunk of four slots fits, so four go and not six"
+    assert coverage(store, "abcd") == "abcd"
+
+
+def test_nothing_is_evicted_for_what_fits_by_bytes_but_in_no_hole() -> None:
+    store = make_store(8)
+    for prompt in "abcdefgh":
+        put(store, prompt)
+    for number, prompt in enumerate("aceg"):
+        lease(store, (OWNER, number), prompt)
+    assert put(store, "xy", make_spec(1, slots=2)) == Committed(0, 0, 2, 0)
+    assert store.stats().evicted_chunks_total == 0
+    store.check()
+
+
+def test_a_long_tail_that_no_hole_takes_is_refused_and_the_head_is_placed() -> None:
+    store = make_store(16)
+    for prompt in "abcdefghijklmnop":
+        put(store, prompt)
+    for number, prompt in enumerate("aceghikmo"):  # leaves b d f, and j l n p, each a hole of one
+        lease(store, (OWNER, number), prompt)
+    store.drop(make_keys("i")[0])
+    store.release(OWNER, [5])  # i is dropped: i and j make a hole of two
+    assert put(store, "xyz", make_spec(1, slots=2)) == Committed(stored=1, present=0, failed=2, prefix_tokens=4)
+    assert "".join(p for p in "abcdefghijklmnop" if coverage(store, p) == ".") == "ij"
+    store.check()
+
+
+@pytest.mark.parametrize("holes", range(7))
+def test_the_longest_head_that_the_holes_take_is_placed(holes: int) -> None:
+    store = make_store(18)
+    letters = "abcdefghijklmnopqr"
+    for prompt in letters:
+        put(store, prompt)
+    for number, prompt in enumerate(letters[::3]):
+        lease(store, (OWNER, number), prompt)
+    for number, prompt in enumerate(letters[3 * holes + 1 :: 3]):
+        lease(store, (b"more", number), prompt)
+    done = put(store, "uvwxyz", make_spec(1, slots=2))
+    assert (done.stored, done.failed) == (holes, 6 - holes)
+    store.check()
+
+
+def test_its_own_tail_goes_for_what_fits_into_no_hole_and_its_head_stays() -> None:
+    store = make_store(15)
+    prompt = "abcdefghi"
+    put(store, "abc")
+    for i, spacer in enumerate("123456"):
+        put(store, spacer)
+        lease(store, (OWNER, i), spacer)
+        put(store, prompt[: 4 + i])
+    assert coverage(store, prompt) == prompt
+    # Three chunks of two slots would fit by bytes, but only b and c are neighbours.
+    assert put(store, prompt, make_spec(1, slots=2)) == Committed(stored=1, present=0, failed=8, prefix_tokens=4)
+    assert coverage(store, prompt, 0) == coverage(store, prompt, 1) == "a........"
+    store.check()
+
+
+def test_victims_that_turn_out_not_to_be_needed_stay() -> None:
+    store = make_store(6)
+    for prompt in "abcdef":
+        put(store, prompt)
+    lease(store, (OWNER, 1), "b")
+    assert put(store, "x", make_spec(1, slots=2)).stored == 1
+    assert "".join(p for p in "abcdef" if coverage(store, p) == ".") == "cd", "a was tried, but has no free neighbour"
+    assert store.stats().evicted_chunks_total == 2
+    store.check()
+
+
+def test_what_continues_a_victim_goes_with_it_although_its_place_is_not_needed() -> None:
+    store = make_store(3)
+    put(store, "a", *BOTH)
+    put(store, "ab")
+    assert reserve(store, (OWNER, 1), "xy").runs == (Run(0, 0, 8, 0),)
+    store.check()
+    assert coverage(store, "ab") == "..", "b could never be served without a"
+    assert slots(store, "free") == 1
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_two_layers_get_equal_coverage(at_once: bool) -> None:
+    store = make_store(4)
+    if at_once:
+        assert put(store, "abc", *BOTH) == Committed(stored=2, present=0, failed=1, prefix_tokens=8)
+    else:
+        assert put(store, "abc", BOTH[0]) == Committed(stored=3, present=0, failed=0, prefix_tokens=12)
+        assert put(store, "abc", BOTH[1]) == Committed(stored=2, present=0, failed=1, prefix_tokens=8)
+    assert coverage(store, "abc", 0) == coverage(store, "abc", 1) == "ab."
+    granted = lease(store, (OWNER, 1), "abc", (0, 1))
+    assert (granted.num_tokens, granted.specs) == (8, BOTH)
+    assert {(run.layer_idx, run.start_token) for run in granted.runs} >= {(0, 0), (1, 0)}
+    store.check()
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_layers_of_different_width(at_once: bool) -> None:
+    store = make_store(12)
+    specs = (make_spec(-1, slots=3, dtype="float32"), make_spec(7))
+    for part in [specs] if at_once else [specs[:1], specs[1:]]:
+        put(store, "abcd", *part)
+        store.check()
+    assert coverage(store, "abcd", -1) == coverage(store, "abcd", 7) == "abc."
+    granted = lease(store, (OWNER, 1), "abcd", (7, -1))
+    assert granted.specs == specs[::-1]
+    assert sum(run.num_tokens for run in granted.runs if run.layer_idx == 7) == granted.num_tokens == 12
+
+
+def test_the_tail_of_its_own_prefix_goes_last_and_only_when_it_is_not_held() -> None:
+    store = make_store(4)
+    put(store, "abc")
+    put(store, "x")
+    assert put(store, "abc", BOTH[1]) == Committed(stored=2, present=0, failed=1, prefix_tokens=8)
+    assert (coverage(store, "abc"), coverage(store, "x")) == ("ab.", ".")
+    store = make_store(4)
+    put(store, "abc")
+    lease(store, (OWNER, 1), "abc")
+    assert put(store, "abc", BOTH[1]) == Committed(stored=1, present=0, failed=2, prefix_tokens=4)
+    assert coverage(store, "abc") == "abc"
+
+
+def test_another_spec_is_refused_before_anything_changes() -> None:
+    store = make_store(4)
+    put(store, "abcd")
+    before = store.stats()
+    for spec in (make_spec(0, slots=2), make_spec(0, dtype="float16")):
+        with pytest.raises(ValueError, match=f"layer 0 came with hidden_dim {spec.hidden_dim} and dtype {spec.dtype}"):
+            reserve(store, (OWNER, 1), "xyz", BOTH[1], spec)
+        assert store.stats() == before
+        assert coverage(store, "abcd") == "abcd"
+        store.check()
+    assert reserve(store, (OWNER, 1), "x", BOTH[0]).refused == 0, "the id was not used up"
+
+
+def test_specs_are_per_key_space() -> None:
+    store = make_store(8)
+    put(store, "a")
+    reserve(store, (OWNER, 1), "a", make_spec(0, slots=2), salt="another")
+    assert store.commit((OWNER, 1)).stored == 1
+    store.check()
+
+
+@pytest.mark.parametrize("how", ["drop", "evict", "kv", "abort", "owner gone"])
+def test_a_spec_is_forgotten_with_the_last_that_uses_it(how: str) -> None:
+    store = make_store(4)
+    other = make_spec(0, slots=2)
+    if how in ("abort", "owner gone"):
+        reserve(store, (OWNER, 1), "ab")
+    else:
+        put(store, "ab")
+    with pytest.raises(InvalidInputError):
+        reserve(store, (OWNER, 9), "x", other)
+    if how == "drop":
+        assert [store.drop(key) for key in make_keys("ab")] == [True, True]
+    elif how == "evict":
+        put(store, "xyzw", BOTH[1])
+        for key in make_keys("xyzw"):
+            store.drop(key)
+    elif how == "kv":
+        lease(store, (OWNER, 1), "ab", presence=[ABSENT, ABSENT])
+    elif how == "abort":
+        store.release(OWNER, [1])
+    else:
+        assert store.release_owner(OWNER) == 1
+    store.check()
+    assert put(store, "x", other).stored == 1
+    store.check()
+
+
+def test_two_writers_of_one_key_the_first_commit_wins() -> None:
+    store, memory = make_store(8), PoolMemory(8)
+    runs = {}
+    for writer in (1, 2):
+        runs[writer] = reserve(store, (OWNER, writer), "abc").runs
+        memory.write(runs[writer], BOTH, writer)
+    assert slots(store, "reserved") == 6
+    assert store.commit((OWNER, 2)) == Committed(stored=3, present=0, failed=0, prefix_tokens=12)
+    assert store.commit((OWNER, 1)) == Committed(stored=0, present=3, failed=0, prefix_tokens=12)
+    assert (slots(store, "resident"), slots(store, "free")) == (3, 5)
+    granted = lease(store, (OWNER, 3), "abc")
+    assert granted.runs == runs[2]
+    assert set(memory.read(granted.runs, granted.specs).values()) == {2}
+    store.check()
+
+
+def test_two_writers_of_different_layers_make_one_chunk() -> None:
+    store = make_store(8)
+    reserve(store, (OWNER, 0), "ab", BOTH[0])
+    reserve(store, (OWNER, 1), "ab", BOTH[1])
+    assert store.commit((OWNER, 1)).stored == 2
+    assert store.commit((OWNER, 0)).stored == 2
+    assert store.stats().num_chunks == 2
+    assert lease(store, (OWNER, 2), "ab", (0, 1)).num_tokens == 8
+    store.check()
+
+
+def test_present_chunks_are_held_until_the_commit() -> None:
+    store = make_store(4)
+    put(store, "ab")
+    reserve(store, (OWNER, 1), "abc")
+    assert put(store, "xyz") == Committed(stored=1, present=0, failed=2, prefix_tokens=4)
+    assert coverage(store, "ab") == "ab"
+    assert store.commit((OWNER, 1)) == Committed(stored=1, present=2, failed=0, prefix_tokens=12)
+    assert put(store, "wxyz").stored == 4
+    assert coverage(store, "abc") == "..."
+    store.check()
+
+
+def test_a_layer_whose_partner_was_dropped_meanwhile_is_not_committed_alone() -> None:
+    store = make_store(8)
+    put(store, "ab", BOTH[0])
+    reserve(store, (OWNER, 1), "ab", *BOTH)
+    store.drop(make_keys("ab")[1])
+    assert store.commit((OWNER, 1)) == Committed(stored=1, present=0, failed=1, prefix_tokens=4)
+    assert (coverage(store, "ab", 0), coverage(store, "ab", 1)) == ("a.", "a.")
+    assert (slots(store, "resident"), slots(store, "free")) == (2, 6)
+    store.check()
+
+
+def test_aborting_a_reservation_gives_its_memory_back() -> None:
+    store = make_store(4)
+    put(store, "a")
+    reserve(store, (OWNER, 1), "abc")
+    store.release(OWNER, [1])
+    assert (slots(store, "reserved"), slots(store, "free")) == (0, 3)
+    with pytest.raises(StaleIncarnationError):
+        store.commit((OWNER, 1))
+    assert coverage(store, "abc") == "a.."
+    store.check()
+
+
+def test_a_release_that_arrives_first_refuses_the_grant_once() -> None:
+    store = make_store(4)
+    put(store, "ab")
+    store.release(OWNER, [1, 2])
+    assert store.lease((OWNER, 1), make_keys("ab"), (0,)).keys == ()
+    assert store.settle((OWNER, 1), []) == NOTHING
+    assert reserve(store, (OWNER, 2), "abcd") == Reserved((), 4)
+    assert (store.stats().num_leases, store.stats().num_reservations) == (0, 0)
+    assert lease(store, (OWNER, 1), "ab").num_tokens == 8, "a tombstone is for one grant"
+    assert reserve(store, (b"other", 2), "abc").refused == 0
+    store.check()
+
+
+def test_a_release_while_kv_is_being_asked_ends_the_lease() -> None:
+    store = make_store(4)
+    put(store, "ab")
+    assert len(store.lease((OWNER, 1), make_keys("ab"), (0,)).keys) == 2
+    store.release(OWNER, [1])
+    assert store.settle((OWNER, 1), [PRESENT, ABSENT]) == NOTHING
+    assert coverage(store, "ab") == "ab"
+    assert store.stats().leased_bytes == 0
+
+
+def test_end_leaves_no_tombstone() -> None:
+    store = make_store(4)
+    put(store, "ab")
+    store.end((OWNER, 1))
+    assert lease(store, (OWNER, 1), "ab").num_tokens == 8
+    store.end((OWNER, 1))
+    assert store.stats().num_leases == 0
+
+
+def test_an_id_in_use_is_refused_and_what_it_names_stays() -> None:
+    store = make_store(8)
+    put(store, "ab")
+    lease(store, (OWNER, 1), "ab")
+    reserve(store, (OWNER, 2), "xy")
+    before = store.stats()
+    for number in (1, 2):
+        with pytest.raises(InvalidInputError, match=f"hold_id: {number} is already in use"):
+            reserve(store, (OWNER, number), "pq")
+        with pytest.raises(InvalidInputError, match=f"hold_id: {number} is already in use"):
+            store.lease((OWNER, number), make_keys("ab"), (0,))
+    assert store.stats() == before
+    assert store.commit((OWNER, 2)).stored == 2
+
+
+def test_ids_that_this_store_never_gave_are_refused() -> None:
+    store = make_store(4)
+    put(store, "ab")
+    lease(store, (OWNER, 1), "ab")
+    for hold in ((OWNER, 1), (OWNER, 7), (b"other", 1)):  # a lease, and two of a store that is gone
+        with pytest.raises(StaleIncarnationError):
+            store.commit(hold)
+    assert store.settle((OWNER, 7), []) == NOTHING
+    store.release(b"other", [1, 2, 3])
+    assert store.stats().num_leases == 1
+    store.check()
+
+
+def test_a_client_that_is_gone_loses_all_its_holds_and_nothing_else() -> None:
+    store = make_store(10)
+    put(store, "abc")
+    baseline = store.stats()
+    reserve(store, (b"dead", 1), "abcde")
+    lease(store, (b"dead", 2), "abc")
+    store.lease((b"dead", 3), make_keys("ab"), (0,))
+    store.release(b"dead", [9])
+    reserve(store, (b"live", 1), "xy")
+    assert store.release_owner(b"dead") == 3
+    assert store.release_owner(b"dead") == 0
+    store.check()
+    assert store.commit((b"live", 1)).stored == 2
+    assert (slots(store, "reserved"), slots(store, "leased"), slots(store, "resident")) == (0, 0, 5)
+    assert lease(store, (b"dead", 9), "ab").num_tokens == 8, "its tombstones are gone too"
+    store.release(b"dead", [9])
+    for key in make_keys("xy"):
+        store.drop(key)
+    assert store.stats().free_bytes == baseline.free_bytes
+
+
+def test_leased_rows_never_change_while_the_whole_pool_is_churned() -> None:
+    store, memory = make_store(12), PoolMemory(12)
+    memory.write(reserve(store, (OWNER, 1), "abc", *BOTH).runs, BOTH, 1)
+    store.commit((OWNER, 1))
+    granted = lease(store, (b"reader", 1), "abc", (0, 1))
+    for write_id in range(2, 60):
+        prompt = "".join(random.Random(write_id).choices("abcdefgh", k=6))
+        if write_id == 20:
+            store.drop(make_keys("abc")[0])
+        memory.write(reserve(store, (OWNER, write_id), prompt, *BOTH).runs, BOTH, write_id)
+        store.commit((OWNER, write_id))
+        store.check()
+        read = memory.read(granted.runs, granted.specs)
+        assert len(read) == 6
+        assert set(read.values()) == {1}
+    assert store.stats().evicted_chunks_total > 50
+    assert slots(store, "stranded") == 2
+    store.release(b"reader", [1])
+    assert slots(store, "stranded") == 0
+
+
+def test_a_stored_run_comes_back_as_one_and_a_continuation_joins_it() -> None:
+    store = make_store(16)
+    put(store, "abc")
+    put(store, "x")
+    store.drop(make_keys("x")[0])
+    put(store, "abcde")
+    assert lease(store, (OWNER, 1), "abcde").runs == (Run(0, 0, 20, 0),)
+    put(store, "y")
+    put(store, "abcdef")
+    assert lease(store, (OWNER, 2), "abcdef").runs == (Run(0, 0, 20, 0), Run(0, 20, 4, 6 * SLOT_BYTES))
+
+
+def test_a_continuation_prefers_its_neighbour_to_a_hole_of_just_its_size() -> None:
+    store = make_store(16)
+    put(store, "w")
+    put(store, "abc")
+    store.drop(make_keys("w")[0])
+    put(store, "abcd")
+    assert lease(store, (OWNER, 1), "abcd").runs == (Run(0, 0, 16, SLOT_BYTES),)
+    put(store, "v")
+    assert lease(store, (OWNER, 2), "v").runs == (Run(0, 0, 4, 0),)
+
+
+def test_each_of_two_layers_comes_back_as_one_run() -> None:
+    store = make_store(16)
+    put(store, "abc", make_spec(0), make_spec(1, slots=2))
+    granted = lease(store, (OWNER, 1), "abc", (1, 0))
+    assert granted.runs == (Run(1, 0, 12, 3 * SLOT_BYTES), Run(0, 0, 12, 0))
+
+
+def test_a_full_pool_of_equal_prompts_still_gives_one_run() -> None:
+    store = make_store(12)
+    for i in range(20):
+        put(store, chr(0x391 + i) + "abc")
+        assert len(lease(store, (OWNER, i), chr(0x391 + i) + "abc").runs) == 1
+        store.release(OWNER, [i])
+
+
+def test_the_short_last_chunk_is_found_only_by_its_own_length() -> None:
+    store = make_store(4)
+    tokens = [*make_tokens("a"), 1, 2]
+    assert reserve(store, (OWNER, 1), tokens).runs == (Run(0, 0, 6, 0),)
+    assert store.commit((OWNER, 1)) == Committed(stored=2, present=0, failed=0, prefix_tokens=6)
+    store.check()
+    for count, expected in ((6, 6), (5, 4), (4, 4)):
+        granted = lease(store, (OWNER, count), tokens[:count])
+        assert (granted.num_tokens, granted.runs) == (expected, (Run(0, 0, expected, 0),))
+    assert lease(store, (OWNER, 7), [*tokens, 3]).num_tokens == 4
+
+
+def test_rows_behind_a_hole_use_free_room_and_evict_nothing() -> None:
+    store = make_store(4)
+    put(store, "xy")
+    reserve(store, (OWNER, 1), "abcdef", first_chunk=2)
+    assert store.commit((OWNER, 1)) == Committed(stored=2, present=0, failed=2, prefix_tokens=0)
+    assert (coverage(store, "abcdef"), coverage(store, "xy")) == ("..cd..", "xy")
+    store.check()
+    assert put(store, "ab").stored == 2, "what is behind the hole goes before anything that can be served"
+    assert (coverage(store, "abcdef"), coverage(store, "xy")) == ("ab....", "xy")
+
+
+def test_a_head_without_this_layer_is_a_hole_for_it() -> None:
+    store = make_store(4)
+    put(store, "ab")
+    put(store, "xy")
+    assert put(store, "abc", BOTH[1], first_chunk=1) == Committed(stored=0, present=0, failed=2, prefix_tokens=0)
+    assert coverage(store, "xy") == "xy"
+    assert put(store, "abc", BOTH[0], first_chunk=2) == Committed(stored=1, present=0, failed=0, prefix_tokens=12)
+    assert coverage(store, "xy") == "x."
+
+
+def test_must_copy_above_the_leased_fraction() -> None:
+    store = make_store(8, max_leased_fraction=0.5)
+    put(store, "abcdefgh")
+    assert not lease(store, (OWNER, 1), "abcd").must_copy
+    assert not lease(store, (OWNER, 2), "abcd").must_copy, "held twice is not more memory"
+    assert lease(store, (OWNER, 3), "abcde").must_copy
+    store.release(OWNER, [3])
+    assert slots(store, "leased") == 4
+    store.release(OWNER, [1, 2])
+    assert slots(store, "leased") == 0
+
+
+def test_found_tells_which_chunks_have_kv_on_this_node() -> None:
+    store = make_store(4)
+    reserve(store, (OWNER, 1), "a", kv_local=False)
+    store.commit((OWNER, 1))
+    reserve(store, (OWNER, 2), "ab", kv_local=True)
+    store.commit((OWNER, 2))
+    assert store.lease((OWNER, 3), make_keys("abc"), (0,)).kv_local == (False, True)
+    reserve(store, (OWNER, 4), "a", BOTH[1], kv_local=True)
+    store.commit((OWNER, 4))
+    assert store.lease((OWNER, 5), make_keys("a"), (0,)).kv_local == (True,)
+
+
+def test_an_empty_store_and_an_empty_prompt() -> None:
+    store = make_store(4)
+    assert put(store, "") == Committed(0, 0, 0, 0)
+    assert lease(store, (OWNER, 1), "") == NOTHING
+    store.check()
+
+
+@pytest.mark.parametrize("damage", ["leak", "pin", "order", "count", "overlap"])
+def test_check_finds_damage(damage: str) -> None:
+    store = make_store(8)
+    put(store, "abc")
+    chunk = store._chunks[make_keys("a")[0]]
+    if damage == "leak":
+        store._allocator.allocate(SLOT_BYTES)
+    elif damage == "pin":
+        chunk.pins += 1
+    elif damage == "order":
+        store._order._parents.move_to_end(chunk.key, last=False)
+    elif damage == "count":
+        store._resident -= 1
+    else:
+        chunk.layers.update(store._chunks[make_keys("ab")[1]].layers)
+    with pytest.raises(AssertionError):
+        store.check()
+
+
+def test_four_threads_on_one_store() -> None:
+    """Writers and readers of shared prefixes in a pool too small for them; every row read is checked, twice."""
+    store, memory = make_store(24), PoolMemory(24)
+    specs = (make_spec(0), make_spec(1, slots=2))
+    prompts = ["abcd", "abce", "abfgh", "xyz", "xyab", "q"]
+    written: dict[int, str] = {}
+    reads = [0] * 4
+
+    def work(thread: int) -> None:
+        chance, owner = random.Random(thread), b"thread %d" % thread
+        for i in range(2000):
+            prompt, write_id, layers = chance.choice(prompts), 4 * i + thread + 1, chance.choice([(0,), (1,), (0, 1)])
+            mine = tuple(specs[layer] for layer in layers)
+            written[write_id] = prompt
+            memory.write(reserve(store, (owner, 2 * i), prompt, *mine).runs, mine, write_id)
+            if chance.random() < 0.8:
+                done = store.commit((owner, 2 * i))
+                assert done.stored + done.present + done.failed == len(prompt)
+            else:
+                store.release(owner, [2 * i])
+            prompt = chance.choice(prompts)
+            found = store.lease((owner, 2 * i + 1), make_keys(prompt), layers)
+            states = chance.choices([PRESENT, ABSENT, UNKNOWN], weights=[18, 1, 1], k=len(found.keys))
+            granted = store.settle((owner, 2 * i + 1), states)
+            first = memory.read(granted.runs, granted.specs)
+            assert len(first) == granted.num_tokens // CHUNK_SIZE * len(granted.specs)
+            for (chunk, _), origin in first.items():
+                assert written[origin][: chunk + 1] == prompt[: chunk + 1]
+            assert memory.read(granted.runs, granted.specs) == first
+            reads[thread] += len(first)
+            store.end((owner, 2 * i + 1))
+            if i % 100 == 99:
+                store.check()
+
+    failures: list[BaseException] = []
+
+    def guarded(thread: int) -> None:
+        try:
+            work(thread)
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=guarded, args=(thread,)) for thread in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not failures
+    assert min(reads) > 100
+    store.check()
+    stats = store.stats()
+    assert stats.evicted_chunks_total > 100
+    assert (stats.reserved_bytes, stats.stranded_bytes, stats.leased_bytes, stats.num_leases) == (0, 0, 0, 0)

@@ -1,0 +1,263 @@
+"""A random life of one HiddenStateStore, against a dict that knows which write every chunk's rows must be from.
+
+The store may forget (a miss), it may never give other rows: those of another chunk, of a loser of two writers, torn ones,
+or ones that are overwritten while somebody holds them.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from hs_cache.errors import StaleIncarnationError
+from hs_cache.kv_presence import Presence
+from hs_cache.messages import LayerSpec, Run
+from hs_cache.store import HoldId
+from tests.builders import CHUNK_SIZE, SLOT_BYTES, PoolMemory, make_keys, make_space, make_spec, make_store, make_tokens
+
+POOL_SLOTS = 12
+SPECS = (make_spec(0), make_spec(1, slots=2))
+
+# Few prompts, so that they meet: one line of descent with branches and short last chunks, and a stranger.
+PROMPTS = st.sampled_from(
+    [
+        *(tuple(make_tokens(letters)) for letters in ("abcd", "ab", "abce", "abcdfg", "axy", "a", "abc", "xyz")),
+        (*make_tokens("ab"), 1),
+        (*make_tokens("abc"), 1, 2, 3),
+    ]
+)
+LAYERS = st.sampled_from([(0,), (1,), (0, 1), (1, 0)])
+OWNERS = st.sampled_from([b"x", b"y", b"z"])
+STATES = st.lists(st.sampled_from([Presence.PRESENT] * 8 + [Presence.ABSENT, Presence.UNKNOWN]), min_size=6, max_size=6)
+
+
+@dataclass(frozen=True)
+class Writer:
+    tokens: tuple[int, ...]
+    first_chunk: int
+    layers: tuple[int, ...]
+    write_id: int
+    runs: tuple[Run, ...]
+    holds: frozenset[bytes]
+
+
+@dataclass(frozen=True)
+class Reader:
+    keys: tuple[bytes, ...]
+    runs: tuple[Run, ...]
+    specs: tuple[LayerSpec, ...]
+    content: dict[tuple[int, int], int]
+
+
+class StoreMachine(RuleBasedStateMachine):
+    holds = Bundle("holds")
+    finding = Bundle("finding")  # leases whose KV side is still being asked
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = make_store(POOL_SLOTS)
+        self.memory = PoolMemory(POOL_SLOTS)
+        self.next_id = 0
+        self.writers: dict[HoldId, Writer] = {}
+        self.readers: dict[HoldId, Reader] = {}
+        self.found: dict[HoldId, tuple[tuple[bytes, ...], tuple[int, ...]]] = {}
+        self.content: dict[tuple[bytes, int], int] = {}  # what must be found, if anything is
+        self.parents: dict[bytes, bytes | None] = {}
+
+    def new_hold(self, owner: bytes) -> HoldId:
+        self.next_id += 1
+        return owner, self.next_id
+
+    def keys_of(self, tokens: tuple[int, ...]) -> list[bytes]:
+        keys = make_keys(tokens)
+        self.parents.update(zip(keys, [None, *keys], strict=False))
+        return keys
+
+    def there(self) -> set[tuple[bytes, int]]:
+        return {(key, spec.layer_idx) for key in self.parents for spec in SPECS if self.store.contains(key, spec.layer_idx)}
+
+    def held_keys(self) -> set[bytes]:
+        held = {key for writer in self.writers.values() for key in writer.holds}
+        held |= {key for reader in self.readers.values() for key in reader.keys}
+        return held | {key for keys, _ in self.found.values() for key in keys}
+
+    @rule(target=holds, owner=OWNERS, tokens=PROMPTS, layers=LAYERS, skip=st.sampled_from([0, 0, 0, 1, 2]))
+    def reserve(self, owner: bytes, tokens: tuple[int, ...], layers: tuple[int, ...], skip: int) -> HoldId:
+        hold, keys = self.new_hold(owner), self.keys_of(tokens)
+        first_chunk = min(skip, len(keys))
+        before, held_before = self.there(), self.held_keys()
+        specs = tuple(SPECS[layer] for layer in layers)
+        reserved = self.store.reserve(
+            hold,
+            space=make_space().fingerprint,
+            keys=keys,
+            num_tokens=len(tokens),
+            first_chunk=first_chunk,
+            specs=specs,
+            kv_local=True,
+        )
+        after = self.there()
+        self.memory.write(reserved.runs, specs, self.next_id)
+        written = set(self.memory.read(reserved.runs, specs))
+        missing = {
+            (i, layer) for i in range(first_chunk, len(keys)) for layer in layers if (keys[i], layer) not in before
+        }
+        wanted = sorted({chunk for chunk, _ in missing})
+        placed = wanted[: len(wanted) - reserved.refused]
+        assert written == {(chunk, layer) for chunk, layer in missing if chunk in placed}, "refused from the tail"
+
+        assert after <= before, "a reservation is invisible"
+        evicted = {key for key, _ in before - after}
+        assert not evicted & {key for key, _ in after}, "a chunk goes with all its layers"
+        assert not evicted & held_before, "what is held is not evicted"
+        kept = len(keys) if len(placed) == len(wanted) else placed[-1] + 1 if placed else 0
+        assert not evicted & set(keys[:kept]), "a store does not evict the prefix that it is storing"
+        servable = any(all((key, layer) in before for key in keys[:first_chunk]) for layer in layers)
+        assert not evicted or (placed and servable), "nothing is evicted for rows that are refused or behind a hole"
+        holds = frozenset(key for key in keys if (key, 0) in after or (key, 1) in after)
+        for key, _ in after:
+            # With its head gone a chunk is of no use; only a hold may keep it.
+            assert self.parents[key] not in evicted or key in held_before | holds, "heads survive tails"
+        self.writers[hold] = Writer(tokens, first_chunk, layers, self.next_id, reserved.runs, holds)
+        return hold
+
+    @rule(hold=consumes(holds))
+    def commit(self, hold: HoldId) -> None:
+        writer = self.writers.pop(hold, None)
+        if writer is None:
+            with pytest.raises(StaleIncarnationError):
+                self.store.commit(hold)
+            return
+        keys, before = make_keys(writer.tokens), self.there()
+        specs = tuple(SPECS[layer] for layer in writer.layers)
+        assert set(self.memory.read(writer.runs, specs).values()) <= {writer.write_id}, "somebody wrote into a reservation"
+        done = self.store.commit(hold)
+        after = self.there()
+        assert before <= after
+        new = after - before
+        mine = {(keys[chunk], layer) for chunk, layer in self.memory.read(writer.runs, specs)}
+        assert new <= mine
+        for name in new:
+            self.content[name] = writer.write_id
+        complete = [all((key, layer) in after for layer in writer.layers) for key in keys]
+        for key, layer in new:
+            assert complete[keys.index(key)], f"layer {layer} became visible without the others"
+        stored = len({key for key, _ in new})
+        assert (done.stored, done.present) == (stored, sum(complete[writer.first_chunk :]) - stored)
+        assert done.failed == len(keys) - writer.first_chunk - done.stored - done.present
+        covered = complete.index(False) if False in complete else len(keys)
+        assert done.prefix_tokens == min(covered * CHUNK_SIZE, len(writer.tokens))
+
+    @rule(tokens=PROMPTS, layers=LAYERS)
+    def store_at_once(self, tokens: tuple[int, ...], layers: tuple[int, ...]) -> None:
+        self.commit(self.reserve(b"x", tokens, layers, 0))
+
+    @rule(target=holds, owner=OWNERS, tokens=PROMPTS, layers=LAYERS)
+    def lease_at_once(self, owner: bytes, tokens: tuple[int, ...], layers: tuple[int, ...]) -> HoldId:
+        return self.settle(self.find(owner, tokens, layers), [Presence.PRESENT] * len(tokens))
+
+    @rule(target=finding, owner=OWNERS, tokens=PROMPTS, layers=LAYERS)
+    def find(self, owner: bytes, tokens: tuple[int, ...], layers: tuple[int, ...]) -> HoldId:
+        hold, keys = self.new_hold(owner), self.keys_of(tokens)
+        there = self.there()
+        run = [all((key, layer) in there for layer in layers) for key in keys]
+        found = self.store.lease(hold, keys, layers)
+        assert found.keys == tuple(keys[: run.index(False) if False in run else len(keys)])
+        if found.keys:
+            self.found[hold] = (found.keys, layers)
+        return hold
+
+    @rule(target=holds, hold=consumes(finding), states=STATES)
+    def settle(self, hold: HoldId, states: list[Presence]) -> HoldId:
+        keys, layers = self.found.pop(hold, ((), ()))
+        before = self.there()
+        granted = self.store.settle(hold, states[: len(keys)])
+        after = self.there()
+        absent = {key for key, state in zip(keys, states, strict=False) if state == Presence.ABSENT}
+        assert before - after == {(key, layer) for key, layer in before if key in absent}, "only what KV lacks is dropped"
+        # A chunk that was dropped, or dropped and stored again, while the KV side was asked also ends the prefix.
+        present = next((i for i, state in enumerate(states[: len(keys)]) if state != Presence.PRESENT), len(keys))
+        chunks = -(-granted.num_tokens // CHUNK_SIZE)
+        assert chunks <= present
+        content = self.memory.read(granted.runs, granted.specs)
+        assert content == {(i, layer): self.content[keys[i], layer] for i in range(chunks) for layer in layers}
+        if chunks:
+            self.readers[hold] = Reader(keys[:chunks], granted.runs, granted.specs, content)
+        return hold
+
+    @rule(tokens=PROMPTS, layers=LAYERS)
+    def retrieve(self, tokens: tuple[int, ...], layers: tuple[int, ...]) -> None:
+        hold, keys = self.new_hold(b"passer-by"), self.keys_of(tokens)
+        there = self.there()
+        found = self.store.lease(hold, keys, layers)
+        granted = self.store.settle(hold, [Presence.PRESENT] * len(found.keys))
+        run = [all((key, layer) in there for layer in layers) for key in keys]
+        covered = run.index(False) if False in run else len(keys)
+        assert granted.num_tokens == min(covered * CHUNK_SIZE, len(tokens))
+        read = self.memory.read(granted.runs, granted.specs)
+        assert read == {(i, layer): self.content[keys[i], layer] for i in range(covered) for layer in layers}
+        self.store.end(hold)
+
+    @rule(hold=consumes(holds))
+    def release(self, hold: HoldId) -> None:
+        self.store.release(hold[0], [hold[1]])
+        self.forget([hold])
+
+    @rule(hold=finding)
+    def release_while_finding(self, hold: HoldId) -> None:
+        self.store.release(hold[0], [hold[1]])
+        self.forget([hold])
+
+    @rule(owner=OWNERS, tokens=PROMPTS)
+    def release_before_the_grant(self, owner: bytes, tokens: tuple[int, ...]) -> None:
+        hold = self.new_hold(owner)
+        self.store.release(owner, [hold[1]])
+        before = self.store.stats()
+        assert self.store.lease(hold, self.keys_of(tokens), (0,)).keys == ()
+        assert self.store.stats() == before
+
+    @rule(owner=OWNERS)
+    def release_owner(self, owner: bytes) -> None:
+        mine = [hold for hold in (*self.writers, *self.readers, *self.found) if hold[0] == owner]
+        assert self.store.release_owner(owner) == len(mine)
+        self.forget(mine)
+
+    @rule(tokens=PROMPTS)
+    def drop(self, tokens: tuple[int, ...]) -> None:
+        key, there = self.keys_of(tokens)[-1], self.there()
+        assert self.store.drop(key) == bool({(key, 0), (key, 1)} & there)
+        assert self.there() == there - {(key, 0), (key, 1)}
+
+    def forget(self, holds: list[HoldId]) -> None:
+        for hold in holds:
+            for held in (self.writers, self.readers, self.found):
+                held.pop(hold, None)
+
+    @invariant()
+    def readers_see_what_they_were_given(self) -> None:
+        for reader in self.readers.values():
+            assert self.memory.read(reader.runs, reader.specs) == reader.content
+
+    @invariant()
+    def the_store_is_sound(self) -> None:
+        self.store.check()
+        stats = self.store.stats()
+        assert stats.num_leases == len(self.readers) + len(self.found)
+        assert stats.num_reservations == len(self.writers)
+        assert stats.capacity_bytes == POOL_SLOTS * SLOT_BYTES
+
+    def teardown(self) -> None:
+        for owner in (b"x", b"y", b"z"):
+            self.store.release_owner(owner)
+        stats = self.store.stats()
+        assert (stats.reserved_bytes, stats.stranded_bytes, stats.leased_bytes) == (0, 0, 0)
+        for key in self.parents:
+            self.store.drop(key)
+        self.store.check()
+        assert self.store.stats().free_bytes == stats.capacity_bytes
+
+
+TestStoreMachine = StoreMachine.TestCase
+TestStoreMachine.settings = settings(max_examples=150, stateful_step_count=50, print_blob=True)
