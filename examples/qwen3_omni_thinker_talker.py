@@ -65,27 +65,29 @@ class Stages:
         """Block until both have built their model."""
         ray.get([self._thinker.__ray_ready__.remote(), self._talker.__ray_ready__.remote()])
 
-    def submit(self, prompt: Any, modes: Sequence[Mode]) -> dict[Mode, list[Any]]:
-        """Send a prompt through both stages, once per mode; the talker speaks while the thinker is at the next mode.
+    def run(self, prompt: Prompt, modes: Sequence[Mode], advance: Callable[[str], None]) -> dict[Mode, Run]:
+        """Send a prompt through both stages, once per mode and one after the other, so that none slows another down.
 
         The driver passes references on: rows go from the thinker to the talker, and cached rows not even that way.
 
         Args:
-            prompt: object reference of a Prompt.
+            prompt: the conversation so far.
             modes: NO_ACCEPT_ROWS needs CACHED before it, whose thoughts it shares.
-
-        Returns:
-            By mode, the references of a Thought and of a Speech.
+            advance: called with a mode that is done.
         """
         runs = {}
-        thought = rows = None
+        reference = ray.put(prompt)
+        thought: Any = None
+        rows: Any = None
         for mode in modes:
             if mode is not Mode.NO_ACCEPT_ROWS:
-                thought, rows = self._thinker.think.options(num_returns=2).remote(prompt, mode, REPLY_TOKENS)
-            runs[mode] = [thought, self._talker.speak.remote(prompt, thought, rows, mode, SPOKEN_CODES)]
+                thought, rows = self._thinker.think.options(num_returns=2).remote(reference, mode, REPLY_TOKENS)
+            speech = self._talker.speak.remote(reference, thought, rows, mode, SPOKEN_CODES)
+            runs[mode] = Run(*ray.get([thought, speech]))
+            advance(mode.value)
         return runs
 
-    def evict_kv(self, prompt: Any, chunk: int) -> None:
+    def evict_kv(self, prompt: Prompt, chunk: int) -> None:
         """Make the thinker drop the KV of one chunk, and report it."""
         ray.get(self._thinker.evict_kv.remote(prompt, chunk))
 
@@ -113,10 +115,7 @@ def run_turn(stages: Stages, prompt: Prompt, name: str, expected: int, advance: 
     """Run one prompt in every mode; while nothing is restored, those that lack rows lack none and are left out."""
     lacking = (Mode.KV_ONLY, Mode.NO_ACCEPT_ROWS) if expected else ()
     modes = [mode for mode in Mode if mode in lacking or mode in (Mode.NO_CACHE, Mode.CACHED)]
-    runs = {}
-    for mode, references in stages.submit(ray.put(prompt), modes).items():
-        advance(f"turn {name}: {mode.value}")
-        runs[mode] = Run(*ray.get(references))
+    runs = stages.run(prompt, modes, lambda mode: advance(f"turn {name}: {mode}"))
     return Turn(name, expected, runs[Mode.NO_CACHE], runs[Mode.CACHED], {mode: runs[mode] for mode in lacking})
 
 
@@ -125,41 +124,41 @@ def run_after_eviction(
 ) -> Turn:
     """Repeat the last turn after the engine gave up the KV of one chunk: a shorter prefix, the same output.
 
-    The prefix now ends inside the audio clip, so the thinker encodes it again and needs only its second half.
+    The prefix now ends inside the audio clip, so the thinker encodes it again and needs only its end.
     """
-    reference = ray.put(prompt)
-    stages.evict_kv(reference, EVICTED_CHUNK)
+    stages.evict_kv(prompt, EVICTED_CHUNK)
     expected = EVICTED_CHUNK * cache.chunk_size
     left = cache.retrieve(prompt.token_ids, STORED_LAYERS, mm_spans=prompt.mm_spans).num_tokens
     name = f"{last.name} again"
-    advance(f"turn {name}: {Mode.CACHED.value}, KV of chunk {EVICTED_CHUNK} evicted")
-    cached = Run(*ray.get(stages.submit(reference, [Mode.CACHED])[Mode.CACHED]))
+    runs = stages.run(prompt, [Mode.CACHED], lambda mode: advance(f"turn {name}: {mode}"))
     found = () if left == expected else (f"after the eviction the cache gave {left:,} tokens, expected {expected:,}",)
-    return Turn(name, expected, last.reference, cached, {}, found)
+    return Turn(name, expected, last.reference, runs[Mode.CACHED], {}, found)
 
 
 def run(cache: hs_cache.HiddenStateCache, dtype: torch.dtype, passages: Sequence[str], console: Console) -> int:
     """Run the conversation and report it; returns the exit status."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("building the model, once per stage", total=len(Mode) * len(passages))
+        # all modes in every turn, but two in the first, and one more run after the eviction
+        task = progress.add_task("building the model, once per stage", total=len(Mode) * len(passages) - 1)
         stages = Stages(cache, dtype)
         stages.wait_until_ready()
         turns = converse(stages, cache, passages, lambda what: progress.update(task, advance=1, description=what))
-        progress.update(task, description="conversation over")
     problems = [problem for turn in turns for problem in turn.problems()]
     console.print(make_table(turns))
     console.print(
-        f"turn {turns[-1].name}: the KV of chunk {EVICTED_CHUNK}, in the middle of the clip, was evicted in between"
+        "wrong: share of the talker's codes, if it gets no rows of the restored tokens, or only their embeddings\n"
+        f"{turns[-1].name}: after the KV of chunk {EVICTED_CHUNK}, which begins inside the clip, was evicted\n",
+        style="dim",
     )
     for problem in problems:
         console.print(problem, style="red")
-    console.print(summarise(turns, problems))
+    console.print(summarise(turns, problems), soft_wrap=True)
     return 1 if problems else 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line, start or join Ray, and leave no process behind that was started here."""
+    """Parse the command line, start or join Ray, run, and end the Ray that was started."""
     passages = read_passages(BOOK)
     parser = argparse.ArgumentParser(description="Qwen3-Omni's thinker and talker with restored prefixes.")
     parser.add_argument(
@@ -167,16 +166,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: %(default)s")
     parser.add_argument(
-        "--address", default="local", help="a Ray cluster to join, e.g. auto; by default one is started and ended here"
+        "--address",
+        default="local",
+        help="a Ray cluster to join, where the cache service then stays; default: start and end one",
     )
     options = parser.parse_args(arguments)
     console = Console()
     started = time.perf_counter()
     resources: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 256 << 20, "include_dashboard": False}
-    ray.init(options.address, logging_level=logging.WARNING, **(resources if options.address == "local" else {}))
+    ray.init(options.address, logging_level=logging.ERROR, **(resources if options.address == "local" else {}))
     try:
         cache = hs_cache.connect(
-            {"max_hidden_state_cpu_size": 0.25},
+            {"chunk_size": 256, "max_hidden_state_cpu_size": 0.25},
             model="qwen3-omni-tiny",
             model_revision=f"seed 0, {options.dtype}",
             strict=True,

@@ -54,14 +54,12 @@ class Thought:
         reply: generated token ids.
         prompt_tokens: length of the prompt.
         restored_tokens: how many of them were not prefilled.
-        audio_encoded: the audio encoder had to run.
         seconds: from the request to the last token, storing included.
     """
 
     reply: tuple[int, ...]
     prompt_tokens: int
     restored_tokens: int
-    audio_encoded: bool
     seconds: float
 
 
@@ -73,10 +71,8 @@ class Speech:
         codes: int64 [steps, code groups], greedy.
         waveform: float32 [samples].
         row_digests: layer index to SHA-256 over every thinker row that the talker was given.
-        seconds: from the request to the waveform, fetching rows from the cache included.
     """
 
     codes: NDArray[np.int64]
     waveform: NDArray[np.float32]
     row_digests: dict[int, str]
-    seconds: float

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from rich.box import SIMPLE
 from rich.table import Table
 from rich.text import Text
 
@@ -77,14 +78,15 @@ class Turn:
 
 
 def make_table(turns: Sequence[Turn]) -> Table:
-    """One line per turn."""
-    table = Table(title="Thinker → talker, with and without the hidden-state cache", title_justify="left")
-    for header in ("turn", "prompt\ntokens", "restored\ntokens", "thinker\nwithout", "thinker\nwith"):
-        table.add_column(header, justify="left" if header == "turn" else "right")
+    """One line per turn; the last two columns say how many of the talker's codes are wrong when rows are missing."""
+    table = Table(title="with the cache, compared to without", title_justify="left", box=SIMPLE, padding=0)
+    table.add_column("turn", no_wrap=True)
+    for header in ("prompt\ntokens", "restored\ntokens", "thinker\nwithout", "thinker\nwith"):
+        table.add_column(header, justify="right")
     table.add_column("talker's\nrows")
-    table.add_column("text, codes,\nwaveform")
-    for mode in (Mode.KV_ONLY, Mode.NO_ACCEPT_ROWS):
-        table.add_column(f"wrong codes with\n{mode.value}", justify="right")
+    table.add_column("output")
+    for header in ("KV only\nwrong", "layer 0\nwrong"):
+        table.add_column(header, justify="right")
     for turn in turns:
         table.add_row(
             turn.name,

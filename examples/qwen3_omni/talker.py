@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,7 +65,6 @@ class Talker:
         Raises:
             RuntimeError: the cache no longer has the rows of the prefix that the thinker restored.
         """
-        started = time.perf_counter()
         token_ids = prompt.token_ids
         rows = suffix.unpack(self._dtype)
         if mode is Mode.KV_ONLY:
@@ -81,7 +79,6 @@ class Talker:
             codes=codes.numpy(),
             waveform=waveform.numpy(),
             row_digests={layer: _digest(layer_rows) for layer, layer_rows in rows.items()},
-            seconds=time.perf_counter() - started,
         )
 
     def _prefix(self, prompt: Prompt, num_tokens: int) -> dict[int, torch.Tensor]:

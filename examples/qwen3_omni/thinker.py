@@ -102,7 +102,6 @@ class Thinker:
             reply=reply,
             prompt_tokens=len(prompt),
             restored_tokens=restored,
-            audio_encoded=AUDIO in prompt.token_ids[restored:],
             seconds=time.perf_counter() - started,
         )
         return thought, Rows.pack(restored, _concatenate([rows, *reply_rows]))
