@@ -19,10 +19,8 @@ def start(address: str | None, service: str, as_json: bool, config: str | None) 
     if as_json:
         click.echo(json.dumps({"service": service, "nodes": [{"node_id": node_id} for node_id in nodes]}))
     else:
-        click.echo(
-            f"Service {service!r} runs on {len(nodes)} node{'s' if len(nodes) > 1 else ''}, "
-            f"{settings.max_hidden_state_cpu_size:g} GiB each."
-        )
+        size = deploy.running_config(service, nodes[0]).max_hidden_state_cpu_size
+        click.echo(f"Service {service!r} runs on {len(nodes)} node{'s' if len(nodes) > 1 else ''}, {size:g} GiB each.")
 
 
 @cli.command()

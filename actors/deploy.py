@@ -4,8 +4,10 @@ import time
 from typing import Any
 
 import ray
+from ray import cloudpickle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors import hidden_state_actor, kv_actor
 from actors.hidden_state_actor import HiddenStateActor
 from actors.kv_actor import KVActor
 from hs_cache.config import CacheConfig, NodeRequirements
@@ -16,6 +18,11 @@ from hs_cache.router import HIDDEN_STATES, KV, NAMESPACE, actor_name, find_actor
 _READY_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 30.0
 _CONCURRENT_CALLS = 32
+
+# The classes travel by value. Ray loads them in every worker and in every process that looks up a handle, where an
+# ``actors`` module in the working directory would be found instead of ours.
+for _module in (hidden_state_actor, kv_actor):
+    cloudpickle.register_pickle_by_value(_module)  # type: ignore[no-untyped-call]
 
 
 def select_nodes(config: CacheConfig, nodes: list[dict[str, Any]]) -> list[str]:
@@ -55,7 +62,7 @@ def start(config: CacheConfig, *, service: str = "default") -> list[str]:
     """
     there = nodes_of(service)
     if there:
-        running = _running_config(service, there[0])
+        running = running_config(service, there[0])
         _check_agrees(config, running)
         config = running
     nodes = select_nodes(config, ray.nodes())  # type: ignore[no-untyped-call]
@@ -64,7 +71,7 @@ def start(config: CacheConfig, *, service: str = "default") -> list[str]:
     for node_id in missing:
         _start_pair(config, service, node_id)
     for node_id in nodes:
-        _check_agrees(config, _running_config(service, node_id))  # another starter may have been faster
+        _check_agrees(config, running_config(service, node_id))  # another starter may have been faster
     return nodes
 
 
@@ -100,8 +107,12 @@ def _start_pair(config: CacheConfig, service: str, node_id: str) -> None:
     hidden_states.options(name=name, max_concurrency=_CONCURRENT_CALLS, **options).remote(service, config)
 
 
-def _running_config(service: str, node_id: str) -> CacheConfig:
-    """What a node's actor runs with; waits until it answers."""
+def running_config(service: str, node_id: str) -> CacheConfig:
+    """What the actor of a node runs with. Blocks until it answers.
+
+    Raises:
+        ServiceError: there is none, or it doesn't come up.
+    """
     try:
         config: CacheConfig = ray.get(
             find_actor(service, HIDDEN_STATES, node_id).config.remote(), timeout=_READY_TIMEOUT_S
@@ -113,11 +124,11 @@ def _running_config(service: str, node_id: str) -> CacheConfig:
 
 def _check_agrees(config: CacheConfig, running: CacheConfig) -> None:
     # Whether a client wants the cache says nothing of how the service runs.
-    asked = config.model_dump(exclude_unset=True, exclude={"enable_hidden_state_cache"})
+    asked = {name: getattr(config, name) for name in sorted(config.model_fields_set - {"enable_hidden_state_cache"})}
     differing = [
         f"{name} is {getattr(running, name)!r}, asked for {value!r}"
         for name, value in asked.items()
-        if running.model_dump()[name] != value
+        if getattr(running, name) != value
     ]
     if differing:
         raise ConfigMismatchError(f"the service runs with other settings: {'; '.join(differing)}")

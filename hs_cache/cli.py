@@ -2,6 +2,8 @@
 
 import json
 import logging
+import re
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -20,8 +22,10 @@ from hs_cache.messages import NodeStatistics
 from hs_cache.router import HIDDEN_STATES, find_actor, nodes_of
 
 _STATUS_TIMEOUT_S = 5.0
+_REACH_TIMEOUT_S = 5.0
 _GIB = 1 << 30
 _ID_CHARS = 12
+_FILE_COLUMNS = 160
 
 
 class Commands(click.Group):
@@ -44,7 +48,9 @@ def service_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts."),
         click.option("--service", default="default", show_default=True, help="Name of the service."),
         click.option(
-            "--address", help="Address of the Ray cluster, HOST:PORT; default: the one running on this machine."
+            "--address",
+            envvar="RAY_ADDRESS",
+            help="Address of the Ray cluster, HOST:PORT; default: RAY_ADDRESS, else the one running on this machine.",
         ),
     )
     for option in options:
@@ -84,8 +90,11 @@ def join(address: str | None) -> None:
         ServiceError: there is none at that address.
     """
     try:
+        if host_port := re.fullmatch(r"\[?([^/]+?)\]?:(\d+)", address or ""):
+            # Ray itself goes on trying for minutes.
+            socket.create_connection((host_port[1], int(host_port[2])), timeout=_REACH_TIMEOUT_S).close()
         ray.init(address=address or "auto", logging_level=logging.ERROR, log_to_driver=False)
-    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+    except (OSError, OverflowError, RuntimeError, ValueError, RayError) as error:
         where = f"at {address}" if address else "on this machine"
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ServiceError(
@@ -118,7 +127,10 @@ def print_nodes(service: str, nodes: Sequence[tuple[str, NodeStatistics | None]]
         "hit rate",
         "tokens",
     ):
-        table.add_column(name, justify="left" if name == "node" else "right")
+        if name == "node":
+            table.add_column(name, min_width=_ID_CHARS)
+        else:
+            table.add_column(name, justify="right")
     for node_id, stats in nodes:
         short = node_id[:_ID_CHARS]
         if stats is None:
@@ -137,7 +149,7 @@ def print_nodes(service: str, nodes: Sequence[tuple[str, NodeStatistics | None]]
             f"{stats.hits_total / stats.retrieves_total:.0%}" if stats.retrieves_total else "-",
             f"{stats.tokens_served_total / stats.tokens_asked_total:.0%}" if stats.tokens_asked_total else "-",
         )
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else _FILE_COLUMNS).print(table)
 
 
 def read_config(path: str | None) -> CacheConfig:

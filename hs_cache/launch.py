@@ -17,6 +17,7 @@ import ray
 from hs_cache import errors
 from hs_cache.config import CacheConfig
 from hs_cache.errors import InvalidInputError, ServiceError, ServiceTimeoutError
+from hs_cache.router import require_ray
 
 START_TIMEOUT_S = 120.0
 
@@ -65,8 +66,7 @@ def stop(*, service: str = "default") -> int:
 
 
 def _run(command: str, *options: str, given: str = "") -> dict[str, Any]:
-    if not ray.is_initialized():
-        raise ServiceError("Ray is not initialised in this process: ray.init() joins or starts a cluster")
+    require_ray()
     address = ray.get_runtime_context().gcs_address
     line = [sys.executable, "-c", _MAIN, str(_ROOT), command, *options, "--address", address, "--json"]
     try:

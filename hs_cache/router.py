@@ -22,6 +22,16 @@ HIDDEN_STATES, KV = "hidden_states", "kv"
 """The two kinds of actors that a node has."""
 
 
+def require_ray() -> None:
+    """Refuse before Ray would initialise itself: it does so at any call, and would join, or even start, some cluster.
+
+    Raises:
+        ServiceNotRunningError: this process has not joined a cluster, or has left it.
+    """
+    if not ray.is_initialized():
+        raise ServiceNotRunningError("Ray is not initialised in this process: ray.init() joins or starts a cluster")
+
+
 def actor_name(service: str, kind: str, node_id: str) -> str:
     """The name of a node's actor in `NAMESPACE`."""
     return f"{service}/{kind}/{node_id}"
@@ -35,6 +45,7 @@ def nodes_of(service: str, kind: str = HIDDEN_STATES) -> list[str]:
         ServiceError: Ray isn't initialised, or the cluster can't be reached.
     """
     prefix = actor_name(service, kind, "")
+    require_ray()
     try:
         actors = ray.util.list_named_actors(all_namespaces=True)
     except Exception as error:
@@ -47,8 +58,9 @@ def find_actor(service: str, kind: str, node_id: str) -> ActorHandle[Any]:
     """The handle of a node's actor, for calls of one's own.
 
     Raises:
-        ServiceNotRunningError: there is none.
+        ServiceNotRunningError: there is none, or Ray isn't initialised.
     """
+    require_ray()
     try:
         return ray.get_actor(actor_name(service, kind, node_id), namespace=NAMESPACE)
     except ValueError as error:
@@ -74,6 +86,7 @@ class RayPeer:
 
     def post(self, method: str, *args: Any) -> None:
         """Call without waiting, and without learning of any error but that the call could not be sent."""
+        require_ray()
         try:
             getattr(self.handle, method).remote(*args)
         except Exception as error:
@@ -102,8 +115,7 @@ class Router:
             ServiceNotRunningError: no node has an actor of this service.
             ServiceError: Ray isn't initialised, or the cluster can't be reached.
         """
-        if not ray.is_initialized():
-            raise ServiceNotRunningError("Ray is not initialised in this process: ray.init() joins or starts a cluster")
+        require_ray()
         here = ray.get_runtime_context().get_node_id()
         nodes = nodes_of(self._service)
         if not nodes:
@@ -173,6 +185,7 @@ async def _result(ref: Any) -> Any:
 
 
 def _sent(effect: Call | Fetch) -> Any:
+    require_ray()
     if isinstance(effect, Fetch):
         return effect.ref
     assert isinstance(effect.peer, RayPeer)

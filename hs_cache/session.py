@@ -218,30 +218,34 @@ class Session:
     def _attempt(self, body: Callable[[_Link], Steps[T]], otherwise: T) -> Steps[T]:
         """Run `body` on the attachment; once more on a new one if the node's actor was restarted in between."""
         self._check_usable()
-        error = ServiceError("the node can't be reached")
-        for _ in range(2):
+        for last in (False, True):
             link = None
             try:
                 link = yield from self._connected()
                 result = yield from body(link)
             except StaleIncarnationError as stale:
                 self._drop(link)
-                error = ServiceError(f"the node refuses what it has just granted, it keeps being restarted: {stale}")
-                continue
-            except ServiceError as unavailable:
-                if not isinstance(unavailable, ServiceTimeoutError):
+                if last:
+                    self._report(ServiceError(f"the node refuses what it has just granted: {stale}"))
+            except ServiceError as error:
+                if not isinstance(error, ServiceTimeoutError):
                     self._drop(link)
-                error = unavailable
+                self._report(error)
                 break
-            self._in_trouble = False
-            return result
+            else:
+                self._in_trouble = False
+                return result
+        return otherwise
+
+    def _report(self, error: ServiceError) -> None:
+        """Raise it if the caller is strict, else count it, and log it if all was well before."""
         self._count(**{"timeouts_total" if isinstance(error, ServiceTimeoutError) else "unreachable_total": 1})
         if self._strict:
             raise error
         if not self._in_trouble:
             self._in_trouble = True
-            logger.warning("the cache can't be reached and counts as empty until it can: %s", error)
-        return otherwise
+            # As text: whoever keeps the record would keep the error's frames, and with them the pool.
+            logger.warning("the cache can't be reached and counts as empty until it can: %s", str(error))
 
     def _connected(self) -> Steps[_Link]:
         self._check_usable()

@@ -21,7 +21,7 @@ OWNER = b"owner"
 
 
 def make_tokens(prompt: str, *, chunk_size: int = CHUNK_SIZE) -> list[int]:
-    """Token ids of a prompt of which every letter names one chunk: prompts that begin alike share their first chunks."""
+    """Token ids of a prompt of which every letter names one chunk: prompts that begin alike share their head."""
     return [ord(letter) * chunk_size + i for letter in prompt for i in range(chunk_size)]
 
 
@@ -93,7 +93,7 @@ def coverage(store: HiddenStateStore, prompt: str, layer_idx: int = 0) -> str:
 
 
 class PoolMemory:
-    """The memory that a store manages offsets of. Every 8-byte word tells which write, layer and token it belongs to."""
+    """The memory that a store manages offsets of. Every 8-byte word tells its write, layer and token."""
 
     def __init__(self, slots: int) -> None:
         self._words = np.zeros(slots * SLOT_BYTES // 8, dtype=np.int64)

@@ -6,7 +6,6 @@ What would cross processes is pickled, arrays arrive read-only as Ray hands them
 
 import gc
 import itertools
-import os
 import pickle
 import subprocess
 import sys
@@ -135,7 +134,8 @@ class Node:
             stats = self.server.store.stats()
             return not stats.num_leases and not stats.num_reservations
 
-        gc.collect()
+        if not idle():
+            gc.collect()
         poll(idle, f"all leases and reservations ended: {self.server.store.stats()}")
         self.server.store.check()
         stats = self.server.store.stats()
@@ -148,15 +148,9 @@ class Node:
         this_process().releaser.flush()
         return self.server.store.stats().num_leases
 
-    def open_descriptors(self) -> int:
-        """How many file descriptors of this process lead to a pool of this node."""
-        links = []
-        for fd in os.listdir("/proc/self/fd"):
-            try:
-                links.append(os.readlink(f"/proc/self/fd/{fd}"))
-            except FileNotFoundError:  # the one that listed the directory
-                continue
-        return sum(link.startswith(f"/memfd:{self.name} ") for link in links)
+    def num_mappings(self) -> int:
+        """How often pools of this node are mapped in this process: by their owners, clients and results."""
+        return Path("/proc/self/maps").read_text().count(f"/memfd:{self.name} ")
 
 
 def _sent(message: Any) -> Any:
@@ -199,7 +193,7 @@ class DirectCache:
         effects: What the latest operation asked for: methods of calls, and names of other effects.
     """
 
-    def __init__(self, node: Node, *, far: bool = False, strict: bool = False, **space: str) -> None:
+    def __init__(self, node: Node, *, far: bool = False, strict: bool = False, **space: Any) -> None:
         self.node = node
         self.session = Session(space, strict=strict)
         self.faults: dict[int, Fault] = {}
@@ -226,9 +220,10 @@ class DirectCache:
     def _perform(self, effect: Effect, faults: Mapping[int, Fault]) -> Any:
         fault = faults.get(len(self.effects))
         self.effects.append(effect.method if isinstance(effect, Call) else type(effect).__name__)
-        return self._result(effect) if fault is None else fault(lambda: self._result(effect))
+        return self.result(effect) if fault is None else fault(lambda: self.result(effect))
 
-    def _result(self, effect: Effect) -> Any:
+    def result(self, effect: Effect) -> Any:
+        """What an effect results in, without any fault."""
         if isinstance(effect, Locate):
             return Located(DirectPeer(self.node, "hidden_states"), DirectPeer(self.node, "kv"), self._node_id)
         if isinstance(effect, Work):
@@ -295,3 +290,44 @@ def broken(perform: Callable[[], Any]) -> Any:
     """A bug, or no memory: nothing that anyone has planned for."""
     perform()
     raise MemoryError("nothing left")
+
+
+_ROWS = make_rows(range(8))
+BAD_STORES: dict[str, tuple[Callable[[], tuple[Any, Any, Any]], str]] = {
+    "offset below 0": (lambda: (range(8), {0: _ROWS}, -1), r"token_offset: got -1, expected 0 to 8"),
+    "offset beyond": (lambda: (range(8), {0: _ROWS}, 9), r"token_offset: got 9, expected 0 to 8"),
+    "offset of another type": (lambda: (range(8), {0: _ROWS}, 1.0), r"token_offset: got 1\.0, expected an int"),
+    "offset is a bool": (lambda: (range(8), {0: _ROWS}, True), r"token_offset: got True, expected an int"),
+    "too few rows": (lambda: (range(9), {0: _ROWS}, 0), r"hidden_states: got 8 rows, expected 9"),
+    "too many rows": (lambda: (range(8), {0: _ROWS}, 1), r"hidden_states: got 8 rows, expected 7"),
+    "rows at the end": (lambda: (range(8), {0: _ROWS}, 8), r"hidden_states: got 8 rows, expected 0"),
+    "one layer of two": (
+        lambda: (range(8), {0: _ROWS, 3: _ROWS[1:]}, 0),
+        r"hidden_states of layer 3: got 7 rows, expected 8",
+    ),
+    "one dimension": (
+        lambda: (range(8), {0: _ROWS[:, 0]}, 0),
+        r"hidden_states: got shape \[8\], expected 2 dimensions",
+    ),
+    "three dimensions": (lambda: (range(8), {0: _ROWS[None]}, 0), r"got shape \[1, 8, 8\], expected 2 dimensions"),
+    "integers": (lambda: (range(8), {0: _ROWS.int()}, 0), r"hidden_states\.dtype: got torch\.int32, expected one of"),
+    "complex": (lambda: (range(8), {0: _ROWS.to(torch.complex64)}, 0), r"got torch\.complex64, expected one of"),
+    "bools": (lambda: (range(8), {0: _ROWS.bool()}, 0), r"got torch\.bool, expected one of"),
+    "no dimension": (lambda: (range(8), {0: _ROWS[:, :0]}, 0), r"got hidden_dim 0, expected at least 1"),
+    "sparse": (lambda: (range(8), {0: _ROWS.float().to_sparse()}, 0), r"expected a dense one"),
+    "meta": (lambda: (range(8), {0: _ROWS.to("meta")}, 0), r"expected a dense one"),
+    "a list": (lambda: (range(8), {0: _ROWS.tolist()}, 0), r"hidden_states: got list, expected a torch\.Tensor"),
+    "None": (lambda: (range(8), {0: None}, 0), r"hidden_states: got NoneType, expected a torch\.Tensor"),
+    "NumPy integers": (lambda: (range(8), {0: np.ones((8, 2), int)}, 0), r"got a NumPy array of int64, expected"),
+    "no layers": (lambda: (range(8), {}, 0), r"layers: got dict \{\}, expected \{layer_idx: rows\}"),
+    "layers is a tensor": (lambda: (range(8), _ROWS, 0), r"layers: got Tensor .*expected \{layer_idx: rows\}"),
+    "layer is text": (lambda: (range(8), {"0": _ROWS}, 0), r"layer_idx: got '0', expected an int"),
+    "layer is a bool": (lambda: (range(8), {True: _ROWS}, 0), r"layer_idx: got True, expected an int"),
+    "layer is a float": (lambda: (range(8), {0.0: _ROWS}, 0), r"layer_idx: got 0\.0, expected an int"),
+    "tokens are floats": (lambda: ([0.5] * 8, {0: _ROWS}, 0), r"token_ids"),
+    "tokens are bools": (lambda: ([True] * 8, {0: _ROWS}, 0), r"token_ids"),
+    "tokens are a float array": (lambda: (np.ones(8), {0: _ROWS}, 0), r"token_ids"),
+    "tokens have two dimensions": (lambda: (torch.ones(8, 1, dtype=torch.int64), {0: _ROWS}, 0), r"token_ids"),
+    "a token beyond int64": (lambda: ([2**63] * 8, {0: _ROWS}, 0), r"token_ids"),
+}
+"""What no store takes, and what it says; by name: (token_ids, layers, token_offset), and the message."""

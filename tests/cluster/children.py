@@ -3,6 +3,7 @@
 import json
 import logging
 import pickle
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +30,7 @@ def _join(address: str) -> None:
 
 
 def share(address: str, service: str, model: str, mine: int, theirs: int) -> dict[str, Any]:
-    """Store the prompt `mine`, retrieve the prompt `theirs`, which another process stored; rows follow from the seeds."""
+    """Store the prompt `mine`, retrieve the prompt `theirs`, which another process stored."""
     _join(address)
     cache = hs_cache.connect(service=service, model=model)
     assert cache is not None
@@ -46,9 +47,13 @@ def share(address: str, service: str, model: str, mine: int, theirs: int) -> dic
     }
 
 
-def roundtrip(address: str, service: str, model: str, config: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Connect, starting the service if need be; store and retrieve."""
+def roundtrip(
+    address: str, service: str, model: str, config: dict[str, Any] | None = None, *, own_proc: bool = False
+) -> dict[str, Any]:
+    """Connect, starting the service if need be; store and retrieve. `own_proc`: with /proc of a new pid namespace."""
     _join(address)
+    if own_proc:
+        subprocess.run(["mount", "-t", "proc", "proc", "/proc"], check=True)
     cache = hs_cache.connect(config, service=service, model=model)
     assert cache is not None
     rows = make_rows(8, 0).to(torch.bfloat16)
@@ -65,6 +70,33 @@ def roundtrip(address: str, service: str, model: str, config: dict[str, Any] | N
     }
 
 
+def leave_and_return(address: str, service: str, model: str) -> dict[str, Any]:
+    """Leave the cluster with a client in use and rows held, and join it again."""
+    _join(address)
+    cache = hs_cache.connect(service=service, model=model)
+    assert cache is not None
+    rows = make_rows(8, 0)
+    cache.store(range(8), {0: rows})
+    held = cache.retrieve(range(8), 0)
+    dropped = cache.retrieve(range(4), 0)
+    ray.shutdown()
+    del dropped  # its lease ends while there is no way to tell
+    found: dict[str, Any] = {"away": cache.retrieve(range(8), 0).ended_by, "joined_by_itself": ray.is_initialized()}
+    found["held"] = torch.equal(held[0], rows)
+    del held
+    _join(address)
+    hit = wait_until(lambda: cache.retrieve(range(8), 0), "the client is back")
+    found["back"] = torch.equal(hit[0], rows)
+    del hit
+
+    def num_leases() -> int | None:
+        node = cache.stats().node
+        return node and node.store.num_leases
+
+    wait_until(lambda: num_leases() == 0, "all leases have ended")
+    return found
+
+
 def without_ray(pickled: str, typo: str) -> dict[str, Any]:
     """What can be had, and how what can't is refused, in a process that never joins a Ray cluster."""
     found: dict[str, Any] = {
@@ -73,7 +105,7 @@ def without_ray(pickled: str, typo: str) -> dict[str, Any]:
         "bad_service": _refusal(lambda: hs_cache.connect(service="a/b")),
         "locate": _refusal(Router("default").locate),
         "start": _refusal(lambda: hs_cache.start(CacheConfig())),
-        "stop": _refusal(lambda: hs_cache.stop()),
+        "stop": _refusal(hs_cache.stop),
     }
     lenient, strict = pickle.loads(bytes.fromhex(pickled))
     found["lenient"] = lenient.retrieve(range(8), 0).ended_by

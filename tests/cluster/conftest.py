@@ -133,11 +133,11 @@ class Blocking:
     """An `AsyncHiddenStateCache` with the methods of its blocking twin, so that one test body serves both."""
 
     def __init__(self, target: Any, loop: asyncio.AbstractEventLoop) -> None:
-        self._target = target
+        self.target = target
         self._loop = loop
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._target, name)
+        value = getattr(self.target, name)
         if name == "kv":
             return Blocking(value, self._loop)
         if not inspect.iscoroutinefunction(value):

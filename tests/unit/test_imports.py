@@ -28,6 +28,8 @@ ORDER = [
     "shared_pool",
     "kv_presence",
     "eviction",
+    "chunks",
+    "placement",
     "store",
     "server",
     "directory",
@@ -44,7 +46,18 @@ ORDER = [
     "cli",
 ]
 MAY_IMPORT_RAY = {"router", "refs", "launch", "client", "metrics", "cli"}
-WITHOUT_TORCH = ["errors", "config", "keys", "messages", "machine", "extents", "shared_pool", "kv_presence"]
+WITHOUT_TORCH = [
+    "errors",
+    "config",
+    "keys",
+    "messages",
+    "machine",
+    "extents",
+    "shared_pool",
+    "kv_presence",
+    "chunks",
+    "placement",
+]
 ACTORS_WITHOUT_TORCH = ["kv_actor", "controller"]  # they never see a tensor
 
 

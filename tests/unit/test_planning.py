@@ -12,7 +12,7 @@ from hs_cache.keys import TokenDatabase
 from hs_cache.messages import LayerSpec
 from hs_cache.planning import check_index, check_keys, check_layers, plan_store
 from tests.builders import CHUNK_SIZE, make_keys, make_space
-from tests.direct import HIDDEN_DIM, make_rows
+from tests.direct import BAD_STORES, HIDDEN_DIM, make_rows
 
 
 def make_database(*, save_unfull_chunk: bool = False) -> TokenDatabase:
@@ -55,44 +55,6 @@ def test_the_plan_takes_what_numpy_calls_an_int() -> None:
     assert type(plan.specs[0].layer_idx) is int
 
 
-ROWS = make_rows(range(8))
-BAD_STORES: dict[str, tuple[Callable[[], tuple[Any, Any, Any]], str]] = {
-    "offset below 0": (lambda: (range(8), {0: ROWS}, -1), r"token_offset: got -1, expected 0 to 8"),
-    "offset beyond": (lambda: (range(8), {0: ROWS}, 9), r"token_offset: got 9, expected 0 to 8"),
-    "offset of another type": (lambda: (range(8), {0: ROWS}, 1.0), r"token_offset: got 1\.0, expected an int"),
-    "offset is a bool": (lambda: (range(8), {0: ROWS}, True), r"token_offset: got True, expected an int"),
-    "too few rows": (lambda: (range(9), {0: ROWS}, 0), r"hidden_states: got 8 rows, expected 9"),
-    "too many rows": (lambda: (range(8), {0: ROWS}, 1), r"hidden_states: got 8 rows, expected 7"),
-    "rows at the end": (lambda: (range(8), {0: ROWS}, 8), r"hidden_states: got 8 rows, expected 0"),
-    "one layer of two": (
-        lambda: (range(8), {0: ROWS, 3: ROWS[1:]}, 0),
-        r"hidden_states of layer 3: got 7 rows, expected 8",
-    ),
-    "one dimension": (lambda: (range(8), {0: ROWS[:, 0]}, 0), r"hidden_states: got shape \[8\], expected 2 dimensions"),
-    "three dimensions": (lambda: (range(8), {0: ROWS[None]}, 0), r"got shape \[1, 8, 8\], expected 2 dimensions"),
-    "integers": (lambda: (range(8), {0: ROWS.int()}, 0), r"hidden_states\.dtype: got torch\.int32, expected one of"),
-    "complex": (lambda: (range(8), {0: ROWS.to(torch.complex64)}, 0), r"got torch\.complex64, expected one of"),
-    "bools": (lambda: (range(8), {0: ROWS.bool()}, 0), r"got torch\.bool, expected one of"),
-    "no dimension": (lambda: (range(8), {0: ROWS[:, :0]}, 0), r"got hidden_dim 0, expected at least 1"),
-    "sparse": (lambda: (range(8), {0: ROWS.float().to_sparse()}, 0), r"expected a dense one"),
-    "meta": (lambda: (range(8), {0: ROWS.to("meta")}, 0), r"expected a dense one"),
-    "a list": (lambda: (range(8), {0: ROWS.tolist()}, 0), r"hidden_states: got list, expected a torch\.Tensor"),
-    "None": (lambda: (range(8), {0: None}, 0), r"hidden_states: got NoneType, expected a torch\.Tensor"),
-    "NumPy integers": (lambda: (range(8), {0: np.ones((8, 2), int)}, 0), r"got a NumPy array of int64, expected"),
-    "no layers": (lambda: (range(8), {}, 0), r"layers: got dict \{\}, expected \{layer_idx: rows\}"),
-    "layers is a tensor": (lambda: (range(8), ROWS, 0), r"layers: got Tensor .*expected \{layer_idx: rows\}"),
-    "layer is text": (lambda: (range(8), {"0": ROWS}, 0), r"layer_idx: got '0', expected an int"),
-    "layer is a bool": (lambda: (range(8), {True: ROWS}, 0), r"layer_idx: got True, expected an int"),
-    "layer is a float": (lambda: (range(8), {0.0: ROWS}, 0), r"layer_idx: got 0\.0, expected an int"),
-    "tokens are floats": (lambda: ([0.5] * 8, {0: ROWS}, 0), r"token_ids"),
-    "tokens are bools": (lambda: ([True] * 8, {0: ROWS}, 0), r"token_ids"),
-    "tokens are a float array": (lambda: (np.ones(8), {0: ROWS}, 0), r"token_ids"),
-    "tokens have two dimensions": (lambda: (torch.ones(8, 1, dtype=torch.int64), {0: ROWS}, 0), r"token_ids"),
-    "a token beyond int64": (lambda: ([2**63] * 8, {0: ROWS}, 0), r"token_ids"),
-}
-"""What no store takes, and what it says; other test modules prove that none of it changes anything."""
-
-
 @pytest.mark.parametrize(("arguments", "message"), BAD_STORES.values(), ids=BAD_STORES)
 @pytest.mark.parametrize("accepted", [None, ()], ids=["accepted", "filtered"])
 def test_a_wrong_store_is_refused_and_says_what_came_and_what_was_expected(
@@ -129,7 +91,7 @@ def test_wrong_layers_are_refused(layers: Any) -> None:
 
 @pytest.mark.parametrize("value", [True, False, 1.0, "1", None, np.float64(1), np.bool_(True), [1]])
 def test_what_is_no_int(value: Any) -> None:
-    with pytest.raises(InvalidInputError, match="start: got .*, expected an int"):
+    with pytest.raises(InvalidInputError, match=r"start: got .*, expected an int"):
         check_index("start", value)
 
 

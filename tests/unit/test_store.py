@@ -31,7 +31,7 @@ BOTH = (make_spec(0), make_spec(1))
 
 
 def evict_one_by_one(store: HiddenStateStore, prompts: list[str], count: int) -> str:
-    """The last letters of the chunks that go, in order, as `count` strangers of one slot are stored into a full pool."""
+    """The last letters of the chunks that go, in order, as `count` strangers of one slot come into a full pool."""
     watched = {key: letter for prompt in prompts for key, letter in zip(make_keys(prompt), prompt, strict=True)}
     gone = ""
     for i in range(count):
@@ -343,6 +343,17 @@ def test_the_tail_of_its_own_prefix_goes_last_and_only_when_it_is_not_held() -> 
     lease(store, (OWNER, 1), "abc")
     assert put(store, "abc", BOTH[1]) == Committed(stored=1, present=0, failed=2, prefix_tokens=4)
     assert coverage(store, "abc") == "abc"
+
+
+def test_its_own_tail_goes_for_a_missing_head() -> None:
+    store = make_store(4)
+    put(store, "abcd")
+    store.drop(make_keys("a")[0])
+    put(store, "x")
+    lease(store, (OWNER, 1), "x")
+    assert put(store, "abcd") == Committed(stored=1, present=2, failed=1, prefix_tokens=12)
+    assert coverage(store, "abcd") == "abc."
+    store.check()
 
 
 def test_another_spec_is_refused_before_anything_changes() -> None:
@@ -663,17 +674,17 @@ def test_an_empty_store_and_an_empty_prompt() -> None:
 def test_check_finds_damage(damage: str) -> None:
     store = make_store(8)
     put(store, "abc")
-    chunk = store._chunks[make_keys("a")[0]]
+    chunk = store._table._chunks[make_keys("a")[0]]
     if damage == "leak":
-        store._allocator.allocate(SLOT_BYTES)
+        store._table._allocator.allocate(SLOT_BYTES)
     elif damage == "pin":
         chunk.pins += 1
     elif damage == "order":
-        store._order._parents.move_to_end(chunk.key, last=False)
+        store._table._order._parents.move_to_end(chunk.key, last=False)
     elif damage == "count":
-        store._resident -= 1
+        store._table.resident_bytes -= 1
     else:
-        chunk.layers.update(store._chunks[make_keys("ab")[1]].layers)
+        chunk.layers.update(store._table._chunks[make_keys("ab")[1]].layers)
     with pytest.raises(AssertionError):
         store.check()
 

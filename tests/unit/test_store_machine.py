@@ -1,7 +1,7 @@
 """A random life of one HiddenStateStore, against a dict that knows which write every chunk's rows must be from.
 
-The store may forget (a miss), it may never give other rows: those of another chunk, of a loser of two writers, torn ones,
-or ones that are overwritten while somebody holds them.
+The store may forget (a miss), it may never give other rows: those of another chunk, of a loser of two writers, torn
+ones, or ones that are overwritten while somebody holds them.
 """
 
 from dataclasses import dataclass
@@ -40,12 +40,10 @@ class Writer:
     layers: tuple[int, ...]
     write_id: int
     runs: tuple[Run, ...]
-    holds: frozenset[bytes]
 
 
 @dataclass(frozen=True)
 class Reader:
-    keys: tuple[bytes, ...]
     runs: tuple[Run, ...]
     specs: tuple[LayerSpec, ...]
     content: dict[tuple[int, int], int]
@@ -63,6 +61,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.writers: dict[HoldId, Writer] = {}
         self.readers: dict[HoldId, Reader] = {}
         self.found: dict[HoldId, tuple[tuple[bytes, ...], tuple[int, ...]]] = {}
+        self.held: dict[HoldId, set[bytes]] = {}  # less what was dropped: a chunk stored again later is another one
         self.content: dict[tuple[bytes, int], int] = {}  # what must be found, if anything is
         self.parents: dict[bytes, bytes | None] = {}
 
@@ -76,12 +75,10 @@ class StoreMachine(RuleBasedStateMachine):
         return keys
 
     def there(self) -> set[tuple[bytes, int]]:
-        return {(key, spec.layer_idx) for key in self.parents for spec in SPECS if self.store.contains(key, spec.layer_idx)}
+        return {(key, layer) for key in self.parents for layer in (0, 1) if self.store.contains(key, layer)}
 
     def held_keys(self) -> set[bytes]:
-        held = {key for writer in self.writers.values() for key in writer.holds}
-        held |= {key for reader in self.readers.values() for key in reader.keys}
-        return held | {key for keys, _ in self.found.values() for key in keys}
+        return set().union(*self.held.values())
 
     @rule(target=holds, owner=OWNERS, tokens=PROMPTS, layers=LAYERS, skip=st.sampled_from([0, 0, 0, 1, 2]))
     def reserve(self, owner: bytes, tokens: tuple[int, ...], layers: tuple[int, ...], skip: int) -> HoldId:
@@ -112,32 +109,34 @@ class StoreMachine(RuleBasedStateMachine):
         evicted = {key for key, _ in before - after}
         assert not evicted & {key for key, _ in after}, "a chunk goes with all its layers"
         assert not evicted & held_before, "what is held is not evicted"
-        kept = len(keys) if len(placed) == len(wanted) else placed[-1] + 1 if placed else 0
+        kept = placed[-1] + 1 if placed else 0  # what is there already behind the last one placed may go for it
         assert not evicted & set(keys[:kept]), "a store does not evict the prefix that it is storing"
         servable = any(all((key, layer) in before for key in keys[:first_chunk]) for layer in layers)
         assert not evicted or (placed and servable), "nothing is evicted for rows that are refused or behind a hole"
-        holds = frozenset(key for key in keys if (key, 0) in after or (key, 1) in after)
+        self.held[hold] = {key for key in keys if (key, 0) in after or (key, 1) in after}
         for key, _ in after:
             # With its head gone a chunk is of no use; only a hold may keep it.
-            assert self.parents[key] not in evicted or key in held_before | holds, "heads survive tails"
-        self.writers[hold] = Writer(tokens, first_chunk, layers, self.next_id, reserved.runs, holds)
+            assert self.parents[key] not in evicted or key in self.held_keys(), "heads survive tails"
+        self.writers[hold] = Writer(tokens, first_chunk, layers, self.next_id, reserved.runs)
         return hold
 
     @rule(hold=consumes(holds))
     def commit(self, hold: HoldId) -> None:
-        writer = self.writers.pop(hold, None)
+        writer = self.writers.get(hold)
         if writer is None:
             with pytest.raises(StaleIncarnationError):
                 self.store.commit(hold)
             return
         keys, before = make_keys(writer.tokens), self.there()
         specs = tuple(SPECS[layer] for layer in writer.layers)
-        assert set(self.memory.read(writer.runs, specs).values()) <= {writer.write_id}, "somebody wrote into a reservation"
+        written = self.memory.read(writer.runs, specs)
+        assert set(written.values()) <= {writer.write_id}, "somebody wrote into a reservation"
         done = self.store.commit(hold)
+        self.forget([hold])
         after = self.there()
         assert before <= after
         new = after - before
-        mine = {(keys[chunk], layer) for chunk, layer in self.memory.read(writer.runs, specs)}
+        mine = {(keys[chunk], layer) for chunk, layer in written}
         assert new <= mine
         for name in new:
             self.content[name] = writer.write_id
@@ -152,11 +151,14 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(tokens=PROMPTS, layers=LAYERS)
     def store_at_once(self, tokens: tuple[int, ...], layers: tuple[int, ...]) -> None:
-        self.commit(self.reserve(b"x", tokens, layers, 0))
+        hold = self.reserve(b"x", tokens, layers, 0)
+        self.commit(hold)
 
     @rule(target=holds, owner=OWNERS, tokens=PROMPTS, layers=LAYERS)
-    def lease_at_once(self, owner: bytes, tokens: tuple[int, ...], layers: tuple[int, ...]) -> HoldId:
-        return self.settle(self.find(owner, tokens, layers), [Presence.PRESENT] * len(tokens))
+    def lease_at_once(self, owner: bytes, tokens: tuple[int, ...], layers: tuple[int, ...]) -> object:
+        hold = self.find(owner, tokens, layers)
+        self.settle(hold, [Presence.PRESENT] * len(tokens))
+        return hold
 
     @rule(target=finding, owner=OWNERS, tokens=PROMPTS, layers=LAYERS)
     def find(self, owner: bytes, tokens: tuple[int, ...], layers: tuple[int, ...]) -> HoldId:
@@ -167,6 +169,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert found.keys == tuple(keys[: run.index(False) if False in run else len(keys)])
         if found.keys:
             self.found[hold] = (found.keys, layers)
+            self.held[hold] = set(found.keys)
         return hold
 
     @rule(target=holds, hold=consumes(finding), states=STATES)
@@ -176,15 +179,20 @@ class StoreMachine(RuleBasedStateMachine):
         granted = self.store.settle(hold, states[: len(keys)])
         after = self.there()
         absent = {key for key, state in zip(keys, states, strict=False) if state == Presence.ABSENT}
-        assert before - after == {(key, layer) for key, layer in before if key in absent}, "only what KV lacks is dropped"
+        dropped = {(key, layer) for key, layer in before if key in absent}
+        assert before - after == dropped, "only what KV lacks is dropped"
         # A chunk that was dropped, or dropped and stored again, while the KV side was asked also ends the prefix.
         present = next((i for i, state in enumerate(states[: len(keys)]) if state != Presence.PRESENT), len(keys))
         chunks = -(-granted.num_tokens // CHUNK_SIZE)
         assert chunks <= present
         content = self.memory.read(granted.runs, granted.specs)
         assert content == {(i, layer): self.content[keys[i], layer] for i in range(chunks) for layer in layers}
+        self.forget_dropped(absent)
         if chunks:
-            self.readers[hold] = Reader(keys[:chunks], granted.runs, granted.specs, content)
+            self.held[hold] &= set(keys[:chunks])
+            self.readers[hold] = Reader(granted.runs, granted.specs, content)
+        else:
+            self.forget([hold])
         return hold
 
     @rule(tokens=PROMPTS, layers=LAYERS)
@@ -229,10 +237,15 @@ class StoreMachine(RuleBasedStateMachine):
         key, there = self.keys_of(tokens)[-1], self.there()
         assert self.store.drop(key) == bool({(key, 0), (key, 1)} & there)
         assert self.there() == there - {(key, 0), (key, 1)}
+        self.forget_dropped({key})
+
+    def forget_dropped(self, keys: set[bytes]) -> None:
+        for held in self.held.values():
+            held.difference_update(keys)
 
     def forget(self, holds: list[HoldId]) -> None:
         for hold in holds:
-            for held in (self.writers, self.readers, self.found):
+            for held in (self.writers, self.readers, self.found, self.held):
                 held.pop(hold, None)
 
     @invariant()
@@ -259,5 +272,6 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.store.stats().free_bytes == stats.capacity_bytes
 
 
-TestStoreMachine = StoreMachine.TestCase
-TestStoreMachine.settings = settings(max_examples=150, stateful_step_count=50, print_blob=True)
+# Hypothesis shrinks a failure for up to five minutes; a timeout in the midst of that would hide it.
+TestStoreMachine = pytest.mark.timeout(400)(StoreMachine.TestCase)
+TestStoreMachine.settings = settings(max_examples=300, stateful_step_count=50, print_blob=True)

@@ -1,0 +1,287 @@
+"""The chunks of a pool: what is where, who holds it, and in which order it goes.
+
+`ChunkTable` keeps the index, the order of eviction, the allocator and the counts of bytes in step with each other. It
+decides nothing: what to evict is up to `hs_cache.placement`, who may hold what to `hs_cache.store`.
+
+Memory moves between the states that `hs_cache.store` names like this: `ChunkTable.take` makes free memory reserved,
+`ChunkTable.add_layer` makes that resident; `ChunkTable.unlink` frees it, or strands it until the last
+`ChunkTable.unpin`.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
+
+from hs_cache.eviction import PrefixLRU
+from hs_cache.extents import Extent, ExtentAllocator
+from hs_cache.messages import LayerSpec
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """One chunk with all its layers, while it is in the table or still held. Only `ChunkTable` changes its counts.
+
+    Attributes:
+        layers: by layer_idx, the layer's spec and where its rows are.
+        nbytes: room of all layers, with alignment.
+        pins: how many leases and reservations hold it.
+        leases: how many of these are leases.
+        linked: whether it is in the table; dropped chunks live on while they are held.
+    """
+
+    key: bytes
+    space: bytes
+    num_tokens: int
+    kv_local: bool
+    layers: dict[int, tuple[LayerSpec, Extent]] = field(default_factory=dict)
+    nbytes: int = 0
+    pins: int = 0
+    leases: int = 0
+    linked: bool = True
+
+    def extents(self) -> list[Extent]:
+        """Where its rows are, one extent per layer."""
+        return [extent for _, extent in self.layers.values()]
+
+
+class ChunkTable:
+    """Chunk key → chunk, with the memory, the order and the counts that belong to it. Not thread-safe; nothing blocks.
+
+    Operations are O(chunks or extents named), but for those of the order; see `hs_cache.eviction.PrefixLRU`.
+
+    Args:
+        capacity_bytes: size of the pool's data region.
+
+    Attributes:
+        resident_bytes: of chunks in the table. All counts of bytes include alignment.
+        reserved_bytes: taken, and not yet a chunk's.
+        stranded_bytes: of chunks that are held and no longer in the table.
+        pinned_bytes: the part of `resident_bytes` that is held.
+        leased_bytes: of chunks under a lease, whether in the table or not.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._allocator = ExtentAllocator(capacity_bytes)
+        self._chunks: dict[bytes, Chunk] = {}
+        self._order = PrefixLRU()
+        self._specs: dict[tuple[bytes, int], list[LayerSpec]] = {}  # one entry per chunk or reservation that uses it
+        self.resident_bytes = self.reserved_bytes = self.stranded_bytes = 0
+        self.pinned_bytes = self.leased_bytes = 0
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._chunks
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes managed."""
+        return self._allocator.capacity
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes in holes."""
+        return self._allocator.free_bytes
+
+    @property
+    def evictable_bytes(self) -> int:
+        """Bytes of the chunks that `evictable` yields."""
+        return self.resident_bytes - self.pinned_bytes
+
+    def get(self, key: bytes) -> Chunk | None:
+        """The chunk, if it is in the table; no effect on the order."""
+        return self._chunks.get(key)
+
+    # Memory that is not a chunk's yet.
+
+    def room(self, extents: Iterable[Extent]) -> int:
+        """Bytes that extents take, with alignment."""
+        return sum(self._allocator.aligned(extent.nbytes) for extent in extents)
+
+    def take(self, sizes: Sequence[int], *, after: int | None) -> list[Extent] | None:
+        """Reserve one extent per size, all or none; see `hs_cache.extents.ExtentAllocator.allocate_run`."""
+        extents = self._allocator.allocate_run(sizes, after=after)
+        if extents is not None:
+            self.reserved_bytes += self.room(extents)
+        return extents
+
+    def give_back(self, extents: Iterable[Extent]) -> None:
+        """Free extents that were taken and did not become a chunk's."""
+        for extent in extents:
+            self.reserved_bytes -= self._allocator.aligned(extent.nbytes)
+            self._allocator.free(extent)
+
+    # Chunks in the table.
+
+    def link(self, chunk: Chunk, parent: bytes | None) -> None:
+        """Enter a new chunk, which continues `parent`. `add_layer` and `order_prefix` must follow."""
+        self._chunks[chunk.key] = chunk
+        self._order.add(chunk.key, parent)
+
+    def add_layer(self, chunk: Chunk, spec: LayerSpec, extent: Extent) -> None:
+        """Give a chunk in the table a layer that it has not got, in an extent that was taken."""
+        nbytes = self._allocator.aligned(extent.nbytes)
+        chunk.layers[spec.layer_idx] = (spec, extent)
+        chunk.nbytes += nbytes
+        self.reserved_bytes -= nbytes
+        self.resident_bytes += nbytes
+        self.pinned_bytes += nbytes if chunk.pins else 0
+        self.leased_bytes += nbytes if chunk.leases else 0
+        self.use_spec(chunk.space, spec)
+
+    def unlink(self, chunk: Chunk) -> None:
+        """Drop a chunk from the table; its memory is freed now, or with its last hold."""
+        if chunk.pins:
+            self.pinned_bytes -= chunk.nbytes
+            self.stranded_bytes += chunk.nbytes
+        else:
+            self.vacate(chunk)
+        self._remove(chunk)
+
+    def pin(self, chunk: Chunk, *, lease: bool = False) -> None:
+        """Hold a chunk in the table: it is not evicted, and its memory is not reused, before `unpin`."""
+        if not chunk.pins:
+            self.pinned_bytes += chunk.nbytes
+        chunk.pins += 1
+        if lease:
+            if not chunk.leases:
+                self.leased_bytes += chunk.nbytes
+            chunk.leases += 1
+
+    def unpin(self, chunk: Chunk, *, lease: bool = False) -> None:
+        """End one hold; the last one frees a chunk that is no longer in the table."""
+        chunk.pins -= 1
+        if lease:
+            chunk.leases -= 1
+            if not chunk.leases:
+                self.leased_bytes -= chunk.nbytes
+        if chunk.pins:
+            return
+        if chunk.linked:
+            self.pinned_bytes -= chunk.nbytes
+        else:
+            self.stranded_bytes -= chunk.nbytes
+            self.vacate(chunk)
+
+    # The order, and eviction in two steps: memory first, the place in the table once that turns out to be needed.
+
+    def order_prefix(self, keys: Sequence[bytes]) -> int:
+        """Warm the part of a prefix that is there without a hole, cool what is behind; returns its length in chunks."""
+        end = next((i for i, key in enumerate(keys) if key not in self._chunks), len(keys))
+        self._order.touch(keys[:end])
+        for position in range(end + 1, len(keys)):
+            if keys[position] in self._chunks and keys[position - 1] not in self._chunks:
+                self._order.demote(keys[position])
+        return end
+
+    def parent(self, chunk: Chunk) -> bytes | None:
+        """The key that a chunk in the table continues; None for the first chunk of a prompt."""
+        return self._order.parent(chunk.key)
+
+    def evictable(self) -> Iterator[Chunk]:
+        """Chunks that nobody holds, coldest first. Vacate while iterating, but evict only afterwards."""
+        return (chunk for key in self._order.coldest_first() if not (chunk := self._chunks[key]).pins)
+
+    def vacate(self, chunk: Chunk) -> None:
+        """Free a chunk's memory. While the chunk is in the table, `reoccupy` or `evict` must follow."""
+        for extent in chunk.extents():
+            self._allocator.free(extent)
+
+    def reoccupy(self, chunk: Chunk) -> bool:
+        """Undo `vacate` if all of the place is still free; otherwise nothing changes."""
+        taken: list[Extent] = []
+        for extent in chunk.extents():
+            try:
+                self._allocator.allocate_at(extent)
+            except ValueError:
+                for mine in taken:
+                    self._allocator.free(mine)
+                return False
+            taken.append(extent)
+        return True
+
+    def evict(self, chunk: Chunk) -> None:
+        """Drop a chunk that nobody holds and that has been vacated."""
+        self._remove(chunk)
+
+    def _remove(self, chunk: Chunk) -> None:
+        chunk.linked = False
+        del self._chunks[chunk.key]
+        self._order.remove(chunk.key)
+        self.resident_bytes -= chunk.nbytes
+        for spec, _ in chunk.layers.values():
+            self.unuse_spec(chunk.space, spec)
+
+    # A layer has one spec per key space, for as long as a chunk or a reservation uses it.
+
+    def spec_in_use(self, space: bytes, layer_idx: int) -> LayerSpec | None:
+        """The spec of a layer in a key space, if there is a use of it."""
+        uses = self._specs.get((space, layer_idx))
+        return uses[0] if uses else None
+
+    def use_spec(self, space: bytes, spec: LayerSpec) -> None:
+        """Add one use; it agrees with `spec_in_use`."""
+        self._specs.setdefault((space, spec.layer_idx), []).append(spec)
+
+    def unuse_spec(self, space: bytes, spec: LayerSpec) -> None:
+        """End one use."""
+        uses = self._specs[space, spec.layer_idx]
+        uses.pop()
+        if not uses:
+            del self._specs[space, spec.layer_idx]
+
+    def check(
+        self,
+        *,
+        pins: Counter[Chunk],
+        leases: Counter[Chunk],
+        reserved: Sequence[Extent],
+        specs: Iterable[tuple[bytes, LayerSpec]],
+    ) -> None:
+        """Audit everything against what the holds say; raises AssertionError. O(everything).
+
+        Args:
+            pins: how many holds each held chunk has.
+            leases: how many of these are leases.
+            reserved: the extents that reservations have taken.
+            specs: the uses by reservations, as key space and spec.
+        """
+        self._allocator.check()
+        self._order.check()
+        chunks = {*self._chunks.values(), *pins}
+        for chunk in chunks:
+            counted, held = (chunk.pins, chunk.leases), (pins[chunk], leases[chunk])
+            assert counted == held, f"{chunk.key.hex()}: pins and leases are {counted}, holds {held}"
+            assert chunk.linked or chunk.pins, "a chunk that nobody holds is stranded"
+            assert chunk.layers, "a chunk has no layer"
+            assert chunk.nbytes == self.room(chunk.extents())
+            for spec, extent in chunk.layers.values():
+                assert extent.nbytes == spec.row_bytes * chunk.num_tokens, "an extent doesn't match its layer"
+        linked = [chunk for chunk in chunks if chunk.linked]
+        assert {chunk.key for chunk in linked} == set(self._chunks) == set(self._order.coldest_first())
+        self._check_memory(chunks, reserved)
+        self._check_specs(chain(specs, ((chunk.space, spec) for chunk in linked for spec, _ in chunk.layers.values())))
+
+    def _check_memory(self, chunks: Iterable[Chunk], reserved: Sequence[Extent]) -> None:
+        extents = sorted(chain(reserved, *(chunk.extents() for chunk in chunks)))
+        for left, right in pairwise(extents):
+            assert left.offset + left.nbytes <= right.offset, f"extents overlap: {left}, {right}"
+        used = self._allocator.used_bytes
+        assert self.room(extents) == used, "the allocator holds bytes that nobody owns, or the reverse"
+        assert self.reserved_bytes == self.room(reserved)
+        assert self.resident_bytes == sum(chunk.nbytes for chunk in chunks if chunk.linked)
+        assert self.stranded_bytes == sum(chunk.nbytes for chunk in chunks if not chunk.linked)
+        assert self.pinned_bytes == sum(chunk.nbytes for chunk in chunks if chunk.linked and chunk.pins)
+        assert self.leased_bytes == sum(chunk.nbytes for chunk in chunks if chunk.leases)
+        taken = self.reserved_bytes + self.resident_bytes + self.stranded_bytes
+        assert self.free_bytes + taken == self.capacity_bytes
+
+    def _check_specs(self, found: Iterable[tuple[bytes, LayerSpec]]) -> None:
+        expected: dict[tuple[bytes, int], list[LayerSpec]] = {}
+        for space, spec in found:
+            expected.setdefault((space, spec.layer_idx), []).append(spec)
+        for uses in expected.values():
+            assert len(set(uses)) == 1, f"a layer has two specs in one key space: {set(uses)}"
+        assert expected == self._specs, "a spec is counted too often, or too rarely"

@@ -1,0 +1,196 @@
+"""Which chunks of a reservation get room, where, and what is evicted for them.
+
+A reservation is served from its head: the longest head of what it lacks that can be made to fit is placed, the tail is
+refused. First the room is counted, so that nothing is vacated for chunks that could not be placed anyway; then chunks
+are vacated, coldest first, until the allocator finds places; then every vacated chunk whose place was not used after
+all takes it back. Only what is left without its place is evicted.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+
+from hs_cache.chunks import Chunk, ChunkTable
+from hs_cache.extents import Extent, ExtentAllocator
+from hs_cache.messages import LayerSpec
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """A write under way: chunks ``first_chunk ..`` of a prefix, with the layers of `specs`.
+
+    Attributes:
+        keys: of the whole prefix, from chunk 0; a *position* is an index into it.
+        num_tokens: of the whole prefix.
+        pinned: by position, the chunks of the prefix that were there, and are held.
+        writes: by position and layer_idx, the extents to be written.
+    """
+
+    space: bytes
+    keys: Sequence[bytes]
+    num_tokens: int
+    chunk_size: int
+    first_chunk: int
+    specs: tuple[LayerSpec, ...]
+    kv_local: bool
+    pinned: dict[int, Chunk] = field(default_factory=dict)
+    writes: dict[int, dict[int, Extent]] = field(default_factory=dict)
+
+    def tokens_in(self, position: int) -> int:
+        """Tokens of the chunk; only the last of a prefix may be short."""
+        return min(self.chunk_size, self.num_tokens - position * self.chunk_size)
+
+    def missing(self, position: int) -> list[LayerSpec]:
+        """The layers that the chunk lacks, as far as it is held; all of them where it isn't there."""
+        chunk = self.pinned.get(position)
+        return [spec for spec in self.specs if chunk is None or spec.layer_idx not in chunk.layers]
+
+    def extents(self) -> list[Extent]:
+        """All extents to be written."""
+        return [extent for write in self.writes.values() for extent in write.values()]
+
+
+def place(table: ChunkTable, reservation: Reservation) -> tuple[int, int]:
+    """Fill `writes` for the longest head of the missing chunks that fits, evicting as little as that takes.
+
+    Chunks of the reservation's own prefix that get evicted, all behind the last one placed, leave its `pinned`.
+
+    Returns:
+        How many chunks were refused, and how many were evicted.
+    """
+    return _Placement(table, reservation).run()
+
+
+class _Placement:
+    def __init__(self, table: ChunkTable, reservation: Reservation) -> None:
+        self._table = table
+        self._held = held = reservation
+        self._wanted = [  # positions where something is to be written, and the layers
+            (position, missing)
+            for position in range(held.first_chunk, len(held.keys))
+            if (missing := held.missing(position))
+        ]
+        self._reachable = self._is_reachable()
+        # Chunks of this prefix behind the last one placed are no use to these layers: they go when nothing else is
+        # left.
+        self._tail = [
+            (position, chunk)
+            for position, chunk in reversed(held.pinned.items())
+            if self._reachable and chunk.pins == 1
+        ]
+        self._victims: list[Chunk] = []  # vacated, their places in the table are not lost yet
+
+    def run(self) -> tuple[int, int]:
+        """See `place`."""
+        count, need = self._admit()
+        if not count:
+            return len(self._wanted), 0
+        own = (chunk for position, chunk in self._tail if position > self._wanted[count - 1][0])
+        spare = chain(self._table.evictable() if self._reachable else (), own)
+        if not self._make_room(count, need, spare):
+            count = self._place_in_pieces(count)
+        return len(self._wanted) - count, self._settle_victims()
+
+    def _is_reachable(self) -> bool:
+        """Whether some layer could be served up to `first_chunk`, so that what follows there is worth an eviction."""
+        held = self._held
+        head = [held.pinned.get(position) for position in range(held.first_chunk)]
+        return any(all(chunk is not None and spec.layer_idx in chunk.layers for chunk in head) for spec in held.specs)
+
+    def _admit(self) -> tuple[int, int]:
+        """The longest head of what is wanted that fits by bytes, whatever the holes look like: its length and bytes."""
+        sizes = [
+            sum(ExtentAllocator.aligned(spec.row_bytes * self._held.tokens_in(position)) for spec in missing)
+            for position, missing in self._wanted
+        ]
+        room = self._table.free_bytes + (self._table.evictable_bytes if self._reachable else 0)
+        behind = iter(self._tail)
+        following = next(behind, None)
+        count, need = len(sizes), sum(sizes)
+        while count:
+            while following is not None and following[0] > self._wanted[count - 1][0]:
+                room += following[1].nbytes
+                following = next(behind, None)
+            if need <= room:
+                break
+            count -= 1
+            need -= sizes[count]
+        return count, need
+
+    def _make_room(self, count: int, need: int, spare: Iterator[Chunk]) -> bool:
+        """Vacate `spare` chunks, in order, until the first `count` wanted are placed or there are no more."""
+        step = 1
+        while need > self._table.free_bytes or not self._take(count):
+            if need <= self._table.free_bytes:
+                step *= 2  # enough bytes, in pieces too small: a try costs O(count), so there must be few of them
+            more = list(islice(spare, step))
+            if not more:
+                return False
+            for victim in more:
+                self._table.vacate(victim)
+            self._victims += more
+        return True
+
+    def _place_in_pieces(self, limit: int) -> int:
+        """Place the longest head of the first `limit` wanted, which as a whole don't fit the holes; O(log limit) tries.
+
+        Everything evictable is vacated already, and of the own tail what is behind the first `limit`.
+        """
+        end = self._wanted[limit - 1][0]
+        fits, too_many = 0, limit
+        while count := (fits + too_many) // 2:  # ends with a try of the most that fits, which stays placed
+            own = [chunk for position, chunk in self._tail if self._wanted[count - 1][0] < position <= end]
+            for chunk in own:
+                self._table.vacate(chunk)
+            placed = self._take(count)
+            if placed and count + 1 == too_many:
+                self._victims += own
+                return count
+            if placed:
+                fits = count
+                self._table.give_back(self._held.extents())
+                self._held.writes = {}
+            else:
+                too_many = count
+            for chunk in own:
+                self._table.reoccupy(chunk)
+        return 0
+
+    def _take(self, count: int) -> bool:
+        """Take extents for the first `count` wanted, layer by layer so that a layer's chunks touch; all or none."""
+        held, wanted = self._held, self._wanted[:count]
+        held.writes = {position: {} for position, _ in wanted}
+        for spec in held.specs:
+            positions = [position for position, missing in wanted if spec in missing]
+            if not positions:
+                continue
+            sizes = [spec.row_bytes * held.tokens_in(position) for position in positions]
+            extents = self._table.take(sizes, after=self._end_before(positions[0], spec))
+            if extents is None:
+                self._table.give_back(held.extents())
+                held.writes = {}
+                return False
+            for position, extent in zip(positions, extents, strict=True):
+                held.writes[position][spec.layer_idx] = extent
+        return True
+
+    def _end_before(self, position: int, spec: LayerSpec) -> int | None:
+        """Where in the pool a layer of the chunk before `position` ends, if it is there."""
+        before = self._held.pinned.get(position - 1)
+        layer = before.layers.get(spec.layer_idx) if before is not None else None
+        return layer[1].offset + layer[1].nbytes if layer is not None else None
+
+    def _settle_victims(self) -> int:
+        """Give back to the victims, heads before tails, what was not needed of them; evict the others."""
+        lost: dict[bytes, Chunk] = {}
+        for victim in reversed(self._victims):
+            # What continues a lost chunk can't be served: it goes too, so that what stays is a usable prefix.
+            if self._table.parent(victim) in lost or not self._table.reoccupy(victim):
+                lost[victim.key] = victim
+        if lost:
+            pinned = self._held.pinned
+            for position in [position for position, chunk in pinned.items() if chunk.key in lost]:
+                self._table.unpin(pinned.pop(position))  # of this prefix's own tail
+        for victim in reversed(lost.values()):
+            self._table.evict(victim)
+        return len(lost)

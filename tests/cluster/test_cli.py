@@ -1,0 +1,120 @@
+"""``hs-cache`` as a process of its own, as people and scripts run it."""
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import hs_cache
+from hs_cache.router import nodes_of
+from tests.builders import CHUNK_SIZE
+from tests.cluster.children import make_rows
+from tests.processes import run_python
+
+CONFIG = "chunk_size: 4\nmax_hidden_state_cpu_size: 0.015625\n"
+
+
+def command(*line: str, given: str = "") -> "subprocess.CompletedProcess[str]":
+    return run_python(["-m", "actors", *line], given=given)
+
+
+def commands(*lines: tuple[str, ...]) -> "list[subprocess.CompletedProcess[str]]":
+    """Several commands that don't depend on each other, at once."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda line: command(*line), lines))
+
+
+def reply(done: "subprocess.CompletedProcess[str]") -> dict[str, object]:
+    """The one JSON line of a command after ``--json``."""
+    (line,) = done.stdout.splitlines()
+    result = json.loads(line)
+    assert isinstance(result, dict)
+    return result
+
+
+def test_the_life_of_a_service(address: str, name: str, tmp_path: Path) -> None:
+    there = ("--address", address, "--service", name)
+    path = tmp_path / "cache.yaml"
+    path.write_text(CONFIG)
+    started = command("start", *there, "--json", "--config", str(path))
+    assert started.returncode == 0, started.stderr
+    (node_id,) = nodes_of(name)
+    assert reply(started) == {"service": name, "nodes": [{"node_id": node_id}]}
+
+    again = command("start", *there, "--config", "-", given="chunk_size: 4\n")
+    assert again.returncode == 0, again.stderr
+    assert again.stdout == f"Service '{name}' runs on 1 node, 0.015625 GiB each.\n"
+    assert again.stderr == ""
+
+    cache = hs_cache.connect(service=name)
+    assert cache is not None
+    cache.store(range(8), {0: make_rows(8, 1)})
+    assert cache.retrieve(range(8), 0).num_tokens == 8
+    status, table = commands(("status", *there, "--json"), ("status", *there))
+    assert status.returncode == 0
+    (node,) = reply(status)["nodes"]  # type: ignore[misc]
+    assert (node["node_id"], node["hits_total"], node["store"]["num_chunks"]) == (node_id, 1, 2)
+    assert table.returncode == 0
+    assert name in table.stdout
+    assert node_id[:12] in table.stdout
+    assert "100%" in table.stdout
+
+    stopped = command("stop", *there)
+    assert (stopped.returncode, stopped.stdout) == (0, f"Service '{name}' stopped on 1 node.\n")
+    assert nodes_of(name) == []
+
+
+def test_without_a_service(address: str, name: str) -> None:
+    there = ("--address", address, "--service", name)
+    status, script, stopped = commands(("status", *there), ("status", *there, "--json"), ("stop", *there, "--json"))
+    assert (status.returncode, status.stderr) == (1, "")
+    assert status.stdout.startswith(f"No service named '{name}' runs in this cluster")
+    assert (script.returncode, reply(script)) == (1, {"service": name, "nodes": []})
+    assert (stopped.returncode, reply(stopped)) == (0, {"service": name, "stopped": 0})
+
+
+def test_errors_are_one_sentence_or_json(address: str, name: str, tmp_path: Path) -> None:
+    there = ("--address", address, "--service", name)
+    wrong, too_large = tmp_path / "wrong.yaml", tmp_path / "large.yaml"
+    wrong.write_text("chunk_sise: 4\n")
+    too_large.write_text("max_hidden_state_cpu_size: 1000000\n")
+    typo, large, unknown, nowhere = commands(
+        ("start", *there, "--config", str(wrong)),
+        ("start", *there, "--config", str(too_large), "--json"),
+        ("strat",),
+        ("status", "--address", "127.0.0.1:1"),
+    )
+    assert (typo.returncode, typo.stdout) == (1, "")
+    assert typo.stderr.startswith("Error: unknown key 'chunk_sise'")
+    assert len(typo.stderr.splitlines()) == 1
+    error = reply(large)["error"]
+    assert large.returncode == 1
+    assert isinstance(error, dict)
+    assert error["type"] == "PoolTooLargeError"
+    assert "max_hidden_state_cpu_size" in error["message"]
+    assert nodes_of(name) == []
+    assert unknown.returncode == 2
+    assert "strat" in unknown.stderr
+    assert (nowhere.returncode, nowhere.stdout) == (1, "")
+    assert nowhere.stderr.startswith(
+        "Error: no Ray cluster can be joined at 127.0.0.1:1 (start one with: ray start --head)"
+    )
+    assert len(nowhere.stderr.splitlines()) == 1
+
+
+@pytest.mark.skipif(not (Path(sys.executable).parent / "hs-cache").exists(), reason="hs_cache is not installed here")
+def test_the_console_script_in_a_directory_with_its_own_actors(address: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / "actors.py").write_text("raise RuntimeError('the wrong module')\n")
+    (tmp_path / "cache.yaml").write_text(CONFIG)
+    script = str(Path(sys.executable).parent / "hs-cache")
+    done = run_python(
+        [script, "start", "--address", address, "--service", name, "--json", "--config", "cache.yaml"], cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    cache = hs_cache.connect(service=name)
+    assert cache is not None
+    assert cache.chunk_size == CHUNK_SIZE
+    assert cache.store(range(8), {0: make_rows(8, 1)}).stored == 2

@@ -1,0 +1,245 @@
+"""Three nodes: who gets actors, and who is served by whom."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+import hs_cache
+from actors import deploy
+from hs_cache.config import CacheConfig
+from hs_cache.errors import PoolTooLargeError, ServiceError
+from hs_cache.router import HIDDEN_STATES, KV, find_actor, nodes_of, rendezvous
+from tests.builders import CHUNK_SIZE
+from tests.cluster import remotes
+from tests.cluster.children import make_rows
+from tests.cluster.conftest import POOL_GIB, StartService
+from tests.processes import wait_until
+
+SETTINGS = {"chunk_size": CHUNK_SIZE, "max_hidden_state_cpu_size": POOL_GIB, "rpc_timeout_s": 5}
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Node ids in hex. This process is on `head`."""
+
+    head: str
+    gpu: str
+    labelled: str
+
+    @property
+    def all(self) -> list[str]:
+        return sorted([self.head, self.gpu, self.labelled])
+
+
+def alive_nodes() -> list[str]:
+    return sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
+
+
+def add_node(cluster: Cluster, **options: Any) -> Any:
+    return cluster.add_node(num_cpus=1, include_dashboard=False, **options)
+
+
+@pytest.fixture(scope="module")
+def nodes(cluster: Cluster) -> Iterator[Nodes]:
+    """The cluster's node, one with a GPU (by its own account), and one with labels and a resource of its own."""
+    before = alive_nodes()
+    gpu = add_node(cluster, num_gpus=1, resources={"cache": 1})
+    labelled = add_node(cluster, labels={"role": "talker", "zone": "b"}, resources={"cache": 2})
+    yield Nodes(ray.get_runtime_context().get_node_id(), gpu.node_id, labelled.node_id)
+    for node in (gpu, labelled):
+        cluster.remove_node(node)
+    wait_until(lambda: alive_nodes() == before, "the added nodes are gone")
+
+
+@pytest.fixture(scope="module")
+def everywhere(nodes: Nodes, start_service: StartService) -> str:
+    """A service on all three nodes."""
+    return start_service(node_selector="all", rpc_timeout_s=5)
+
+
+@pytest.fixture(scope="module")
+def gpu_only(nodes: Nodes, start_service: StartService) -> str:
+    """A service on the node with the GPU."""
+    return start_service(node_selector="gpu", rpc_timeout_s=5)
+
+
+def on_node(node_id: str) -> dict[str, Any]:
+    return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
+
+
+def read_on(node_id: str, cache: Any, token_ids: Any) -> tuple[bytes, int, int]:
+    """The bytes of layer 0 as a client on that node gets them; how many layers came without and with a copy."""
+    where, *found = ray.get(ray.remote(remotes.read).options(**on_node(node_id)).remote(cache, token_ids, 0))
+    assert where == node_id
+    return tuple(found)
+
+
+def write_on(node_id: str, cache: Any, token_ids: Any, rows: np.ndarray) -> tuple[str, int]:
+    """The node that served a store by a client on that node, and the number of chunks stored."""
+    where, *result = ray.get(ray.remote(remotes.write).options(**on_node(node_id)).remote(cache, token_ids, rows))
+    assert where == node_id
+    return tuple(result)
+
+
+def client(service: str, model: str = "") -> Any:
+    return hs_cache.connect(service=service, model=model)
+
+
+def test_every_node_has_its_pair(nodes: Nodes, everywhere: str) -> None:
+    assert nodes_of(everywhere) == nodes_of(everywhere, KV) == nodes.all
+    for node_id in nodes.all:
+        for kind in (HIDDEN_STATES, KV):
+            where = find_actor(everywhere, kind, node_id).__ray_call__.remote(remotes.node_of)
+            assert ray.get(where) == node_id
+        assert ray.get(find_actor(everywhere, HIDDEN_STATES, node_id).stats.remote()).node_id == node_id
+
+
+def test_clients_use_the_actor_of_their_own_node(nodes: Nodes, everywhere: str) -> None:
+    cache = client(everywhere)
+    for seed, node_id in enumerate(nodes.all):
+        rows = make_rows(8, seed)
+        assert write_on(node_id, cache, range(8), rows.numpy()) == (node_id, 2)
+        assert read_on(node_id, cache, range(8)) == (rows.numpy().tobytes(), 1, 0)
+    assert torch.equal(cache.retrieve(range(8), 0)[0], make_rows(8, nodes.all.index(nodes.head)))
+
+
+def test_kv_reports_concern_one_node(nodes: Nodes, everywhere: str) -> None:
+    cache = client(everywhere, "kv")
+    rows = make_rows(8, 0)
+    cache.store(range(8), {0: rows})
+    write_on(nodes.gpu, cache, range(8), rows.numpy())
+    cache.kv.report_evicted(range(8))
+    assert cache.retrieve(range(8), 0).ended_by == "kv_absent"
+    assert read_on(nodes.gpu, cache, range(8)) == (rows.numpy().tobytes(), 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("selector", "chosen"),
+    [
+        ("auto", ["gpu"]),
+        ("gpu", ["gpu"]),
+        ({"labels": {"role": "talker", "zone": "b"}}, ["labelled"]),
+        ({"resources": {"cache": 2}}, ["labelled"]),
+        ({"resources": {"CPU": 1}}, ["gpu", "head", "labelled"]),
+    ],
+)
+def test_the_selector_decides(nodes: Nodes, selector: Any, chosen: list[str]) -> None:
+    config = CacheConfig(node_selector=selector)
+    assert deploy.select_nodes(config, ray.nodes()) == sorted(getattr(nodes, node) for node in chosen)
+
+
+@pytest.mark.parametrize("selector", [{"labels": {"role": "thinker"}}, {"resources": {"cache": 3}}])
+def test_a_selector_that_matches_nothing(nodes: Nodes, name: str, selector: Any) -> None:
+    with pytest.raises(ServiceError, match="node_selector: none of the 3 nodes alive matches"):
+        deploy.start(CacheConfig(**SETTINGS, node_selector=selector), service=name)
+    assert nodes_of(name, KV) == []
+
+
+def test_a_node_without_an_actor_uses_the_object_store(nodes: Nodes, gpu_only: str) -> None:
+    assert nodes_of(gpu_only) == nodes_of(gpu_only, KV) == [nodes.gpu]
+    cache = client(gpu_only)
+    rows = {0: make_rows(12, 1).to(torch.bfloat16), 3: make_rows(12, 2, hidden_dim=24)}
+    stored = cache.store(range(12), rows)
+    assert (stored.stored, stored.prefix_tokens) == (3, 12)
+    assert cache.store(range(12), rows).present == 3
+    assert cache.stats().node.node_id == nodes.gpu
+
+    hit = cache.retrieve(range(16), [0, 3])
+    assert (hit.num_tokens, hit.ended_by) == (12, "hidden_state")
+    for layer, given in rows.items():
+        assert torch.equal(hit[layer], given)
+    hit[0].zero_()
+    assert torch.equal(cache.retrieve(range(12), 0, start=3, stop=10)[0], rows[0][3:10])
+    assert torch.equal(cache.retrieve(range(12), 0, dtype=torch.float32)[0], rows[0].float())
+    assert (cache.stats().zero_copy_total, cache.stats().node.num_clients) == (0, 0)
+    assert not cache.retrieve(range(100, 108), 0)
+
+
+def test_rows_cross_nodes_both_ways(nodes: Nodes, gpu_only: str) -> None:
+    cache = client(gpu_only, "both ways")
+    here, there = make_rows(4096, 1, hidden_dim=256), make_rows(8, 2, hidden_dim=256)
+    cache.store(range(4096), {0: here})  # 4 MiB: larger than what Ray sends inline
+    assert read_on(nodes.gpu, cache, range(4096)) == (here.numpy().tobytes(), 1, 0)
+    assert write_on(nodes.gpu, cache, range(5000, 5008), there.numpy()) == (nodes.gpu, 2)
+    assert torch.equal(cache.retrieve(range(5000, 5008), 0)[0], there)
+    assert read_on(nodes.labelled, cache, range(4096)) == (here.numpy().tobytes(), 0, 1)
+    assert write_on(nodes.labelled, cache, range(6000, 6004), there[:4].numpy()) == (nodes.gpu, 1)
+    assert read_on(nodes.gpu, cache, range(6000, 6004)) == (there[:4].numpy().tobytes(), 1, 0)
+
+
+def test_kv_stored_elsewhere_counts_as_present(nodes: Nodes, gpu_only: str) -> None:
+    cache = client(gpu_only, "elsewhere")
+    cache.store(range(8), {0: make_rows(8, 1)})
+    cache.kv.report_evicted(range(8))  # of a node that never had the KV of these chunks
+    assert cache.retrieve(range(8), 0).num_tokens == 8
+
+
+def test_a_node_without_an_actor_is_served_by_rendezvous(nodes: Nodes, name: str) -> None:
+    config = CacheConfig(**SETTINGS, node_selector={"resources": {"cache": 1}})
+    carriers = deploy.start(config, service=name)
+    assert carriers == sorted([nodes.gpu, nodes.labelled])
+    expected = rendezvous(nodes.head, carriers)
+    assert rendezvous(nodes.head, reversed(carriers)) == expected
+    assert client(name).stats().node.node_id == expected
+    assert client(name, "another").stats().node.node_id == expected
+
+
+def test_too_large_on_one_node_starts_nowhere(nodes: Nodes, name: str) -> None:
+    with pytest.raises(PoolTooLargeError, match=f"node ({'|'.join(nodes.all)}): max_hidden_state_cpu_size asks"):
+        deploy.start(CacheConfig(max_hidden_state_cpu_size=1_000_000, node_selector="all"), service=name)
+    assert nodes_of(name) == nodes_of(name, KV) == []
+
+
+def test_start_completes_new_nodes_and_stop_ends_all(cluster: Cluster, nodes: Nodes, name: str) -> None:
+    config = CacheConfig(**SETTINGS, node_selector="all", save_unfull_chunk=True)
+    assert deploy.start(config, service=name) == nodes.all
+    before = {
+        node_id: ray.get(find_actor(name, HIDDEN_STATES, node_id).stats.remote()).incarnation for node_id in nodes.all
+    }
+    added = add_node(cluster)
+    try:
+        assert nodes_of(name) == nodes.all
+        assert deploy.start(CacheConfig(), service=name) == sorted([*nodes.all, added.node_id])
+        actor = find_actor(name, HIDDEN_STATES, added.node_id)
+        assert ray.get(actor.config.remote()) == config
+        for node_id, incarnation in before.items():
+            stats = ray.get(find_actor(name, HIDDEN_STATES, node_id).stats.remote())
+            assert stats.incarnation == incarnation
+        assert deploy.stop(service=name) == 4
+        assert nodes_of(name) == nodes_of(name, KV) == []
+        assert deploy.stop(service=name) == 0
+    finally:
+        cluster.remove_node(added)
+        wait_until(lambda: alive_nodes() == nodes.all, "the added node is gone")
+
+
+def test_a_lost_node_is_a_miss_and_others_take_over(cluster: Cluster, nodes: Nodes, name: str) -> None:
+    added = {node.node_id: node for node in (add_node(cluster, labels={"pool": "x"}) for _ in range(2))}
+    try:
+        config = CacheConfig(**{**SETTINGS, "rpc_timeout_s": 1}, node_selector={"labels": {"pool": "x"}})
+        assert deploy.start(config, service=name) == sorted(added)
+        cache = client(name)
+        rows = make_rows(8, 1)
+        cache.store(range(8), {0: rows})
+        held = cache.retrieve(range(8), 0)
+        lost = cache.stats().node.node_id
+        cluster.remove_node(added.pop(lost), allow_graceful=False)
+        assert not cache.retrieve(range(8), 0)
+        assert torch.equal(held[0], rows)
+
+        wait_until(lambda: cache.store(range(8), {0: rows}).stored, "the other node serves")
+        assert cache.stats().node.node_id == next(iter(added))
+        assert torch.equal(cache.retrieve(range(8), 0)[0], rows)
+        assert deploy.start(CacheConfig(), service=name) == list(added)
+        assert deploy.stop(service=name) == 1
+    finally:
+        for node in added.values():
+            cluster.remove_node(node)
+        wait_until(lambda: alive_nodes() == nodes.all, "the added nodes are gone")
