@@ -48,9 +48,11 @@ class RayKVPresence:
     def settle_notes(self, timeout_s: float) -> None:
         """Blocks until the calls sent so far have been carried out, have failed, or `timeout_s` is over."""
         with self._lock:
-            notes, self._notes = self._notes, []
-        if notes:
-            ray.wait(notes, num_returns=len(notes), timeout=timeout_s, fetch_local=False)
+            sent = list(self._notes)  # left there meanwhile: another thread may have to wait for the same
+        if sent:
+            ray.wait(sent, num_returns=len(sent), timeout=timeout_s, fetch_local=False)
+            with self._lock:
+                self._notes = [note for note in self._notes if note not in sent]
 
 
 class HiddenStateActor:

@@ -26,7 +26,7 @@ from hs_cache.messages import (
     ReserveRequest,
 )
 from hs_cache.planning import check_index, plan_store
-from hs_cache.rows import Flat, copy_flat_in, copy_in, copy_out, flatten_runs
+from hs_cache.rows import Flat, copy_flat_in, copy_in, copy_out, empty_rows, flatten_runs
 from hs_cache.shared_pool import SharedPool
 from hs_cache.store import HiddenStateStore, HoldId
 
@@ -226,7 +226,7 @@ class CacheServer:
             if not reply.num_tokens:
                 return None
             (spec,) = reply.specs
-            rows = torch.empty(reply.num_tokens, spec.hidden_dim, dtype=torch.float32)
+            rows = empty_rows(reply.num_tokens, spec.hidden_dim, torch.float32)
             copy_out(self._memory, reply.runs, spec, rows, 0, reply.num_tokens)
             return rows
 

@@ -38,7 +38,7 @@ from hs_cache.messages import (
 )
 from hs_cache.planning import StorePlan, check_index, check_keys, check_layers, plan_store
 from hs_cache.results import CacheStatistics, PrefixHit, StoreResult
-from hs_cache.rows import check_dtype, copy_in, copy_out, flat_runs, flatten, torch_dtype, view_rows
+from hs_cache.rows import check_dtype, copy_in, copy_out, empty_rows, flat_runs, flatten, torch_dtype, view_rows
 from hs_cache.shared_pool import PoolMapping
 
 logger = logging.getLogger(__name__)
@@ -453,7 +453,7 @@ class _Copies:
         count = self._end - self._start
         given = ask.out.get(spec.layer_idx)
         if given is None:
-            return torch.empty(count, spec.hidden_dim, dtype=ask.dtype or torch_dtype(spec.dtype))
+            return empty_rows(count, spec.hidden_dim, ask.dtype or torch_dtype(spec.dtype))
         if given.shape[1] != spec.hidden_dim:
             raise InvalidInputError(
                 f"out: got hidden_dim {given.shape[1]} for layer {spec.layer_idx}, expected {spec.hidden_dim} as stored"

@@ -499,7 +499,7 @@ def test_wrong_key_spaces_are_refused_at_once() -> None:
 
 def test_key_spaces_keep_clients_apart() -> None:
     node = Node(256)
-    spaces: list[dict[str, str]] = [{}, {"lora_id": "S"}, {"cache_salt": "S"}, {"model": "S"}, {"shard": "S"}]
+    spaces: list[dict[str, Any]] = [{}, {"lora_id": "S"}, {"cache_salt": "S"}, {"model": "S"}, {"shard": "S"}]
     caches = [DirectCache(node, **space) for space in [*spaces, {"model_revision": "S"}]]
     for variant, cache in enumerate(caches):
         assert cache.store(TOKENS, {0: make_rows(TOKENS, variant=variant)}).stored == 3
