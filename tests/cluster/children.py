@@ -91,7 +91,7 @@ def leave_and_return(address: str, service: str, model: str) -> dict[str, Any]:
 
     def num_leases() -> int | None:
         node = cache.stats().node
-        return node and node.store.num_leases
+        return node.store.num_leases if node else None
 
     wait_until(lambda: num_leases() == 0, "all leases have ended")
     return found

@@ -80,7 +80,7 @@ def cluster(nothing_left_over: None) -> Iterator[Cluster]:
             yield nodes
         finally:
             ray.shutdown()
-            nodes.shutdown()
+            nodes.shutdown()  # type: ignore[no-untyped-call]
             shutil.rmtree(directory)
 
 

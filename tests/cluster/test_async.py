@@ -11,6 +11,7 @@ import ray
 import torch
 
 import hs_cache
+from hs_cache import rows as rows_module
 from hs_cache import session
 from hs_cache.router import HIDDEN_STATES, find_actor, nodes_of
 from tests.cluster.children import make_rows
@@ -23,6 +24,10 @@ TOKENS, DIM = 4096, 8192  # 64 MiB of bfloat16
 @pytest.fixture(scope="module")
 def large_service(start_service: StartService) -> str:
     return start_service(chunk_size=256, max_hidden_state_cpu_size=0.25, rpc_timeout_s=10)
+
+
+async def aconnect(service: str, model: str = "") -> Any:
+    return await hs_cache.aconnect(service=service, model=model)
 
 
 class Meeting:
@@ -46,12 +51,12 @@ class Meeting:
 
 def test_copies_do_not_block_the_loop(large_service: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.arange(TOKENS, dtype=torch.bfloat16)[:, None].expand(TOKENS, DIM)
-    writing, reading = Meeting(session.copy_in), Meeting(session.copy_out)
+    writing, reading = Meeting(rows_module.copy_in), Meeting(rows_module.copy_out)
     monkeypatch.setattr(session, "copy_in", writing)
     monkeypatch.setattr(session, "copy_out", reading)
 
     async def both() -> None:
-        async with await hs_cache.aconnect(service=large_service) as cache:
+        async with await aconnect(service=large_service) as cache:
             stored, _ = await asyncio.gather(cache.store(range(TOKENS), {0: rows}), writing.tick())
             assert stored.stored == TOKENS // 256
             out = torch.empty(TOKENS, DIM, dtype=torch.bfloat16)
@@ -69,7 +74,7 @@ def test_cancelled_calls_leave_nothing_behind(large_service: str) -> None:  # ca
     outcomes: list[Any] = []
 
     async def churn() -> None:
-        async with await hs_cache.aconnect(service=large_service, model="cancelled") as cache:
+        async with await aconnect(service=large_service, model="cancelled") as cache:
             await cache.store(range(1024), {0: rows})
             for i in range(50):
                 prompt = range(10_000 * i, 10_000 * i + 1024)
@@ -94,7 +99,7 @@ def test_cancelled_calls_leave_nothing_behind(large_service: str) -> None:  # ca
 
     def idle() -> bool:
         stats = ray.get(actor.stats.remote()).store
-        return stats.num_leases == stats.num_reservations == stats.reserved_bytes == stats.stranded_bytes == 0
+        return not (stats.num_leases or stats.num_reservations or stats.reserved_bytes or stats.stranded_bytes)
 
     wait_until(idle, "nothing is held")
     ray.get(actor.check.remote())
@@ -102,7 +107,7 @@ def test_cancelled_calls_leave_nothing_behind(large_service: str) -> None:  # ca
 
 def test_many_at_once(large_service: str) -> None:  # case 17
     async def all_of_them() -> None:
-        async with await hs_cache.aconnect(service=large_service, model="many") as cache:
+        async with await aconnect(service=large_service, model="many") as cache:
             prompts = [range(100_000 * i, 100_000 * i + 256 * (i + 1) + 17) for i in range(8)]
             given = [torch.tensor(prompt, dtype=torch.float64)[:, None].expand(-1, 4) for prompt in prompts]
             await asyncio.gather(*(cache.store(p, {0: rows}) for p, rows in zip(prompts, given, strict=True)))

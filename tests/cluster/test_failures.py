@@ -36,11 +36,10 @@ def check_index(service: str) -> None:
 
 
 def test_a_reader_killed_while_it_holds_rows(own_service: str) -> None:  # case 15
-    cache = hs_cache.connect(service=own_service)
-    assert cache is not None
+    cache: Any = hs_cache.connect(service=own_service)
     cache.store(range(12), {0: ROWS})
     base = store_statistics(cache)
-    reader = ray.remote(remotes.Reader).remote(cache)
+    reader = remotes.spawn(remotes.Reader, cache)
     pid, num_tokens, _ = ray.get(reader.hold.remote(range(12)))
     assert num_tokens == 12
     held = store_statistics(cache)
@@ -53,12 +52,11 @@ def test_a_reader_killed_while_it_holds_rows(own_service: str) -> None:  # case 
 
 
 def test_a_writer_killed_between_reserve_and_commit(own_service: str) -> None:  # case 15
-    cache = hs_cache.connect(service=own_service)
-    assert cache is not None
+    cache: Any = hs_cache.connect(service=own_service)
     cache.store(range(4), {0: ROWS[:4]})
     base = store_statistics(cache)
-    writer = ray.remote(remotes.StuckWriter).remote(cache)
-    pid = ray.get(writer.pid.remote())
+    writer = remotes.spawn(remotes.StuckWriter, cache)
+    pid: int = ray.get(writer.pid.remote())
     writer.store.remote(range(12), ROWS)
     wait_for(cache, lambda stats: stats.num_reservations == 1, "the writer has reserved")
     stats = store_statistics(cache)
@@ -94,8 +92,7 @@ def test_the_hidden_state_actor_killed(connect: Connect, own_service: str) -> No
 
 
 def test_the_hidden_state_actor_killed_amid_stores(own_service: str) -> None:  # case 16
-    cache = hs_cache.connect(service=own_service)
-    assert cache is not None
+    cache: Any = hs_cache.connect(service=own_service)
     for round_ in range(2):
         pid = wait_until(lambda: cache.stats().node, "the actor answers").pid
         prompts = [range(1000 * i, 1000 * i + 64) for i in range(20)]

@@ -52,10 +52,10 @@ def test_clients_reconnect_in_actors(connect: Connect, service: str) -> None:
     rows = make_rows(8, 1)
     cache.store(range(8), {0: rows})
     if isinstance(cache, Blocking):
-        actor = ray.remote(remotes.AsyncReader).remote(cache.target)
+        actor = remotes.spawn(remotes.AsyncReader, cache.target)
         num_tokens, content = ray.get(actor.read.remote(range(8)))
     else:
-        actor = ray.remote(remotes.Reader).remote(cache)
+        actor = remotes.spawn(remotes.Reader, cache)
         _, num_tokens, content = ray.get(actor.hold.remote(range(8)))
     assert (num_tokens, content) == (8, as_bytes(rows))
     ray.kill(actor)

@@ -38,8 +38,12 @@ class Nodes:
         return sorted([self.head, self.gpu, self.labelled])
 
 
+def all_nodes() -> list[dict[str, Any]]:
+    return ray.nodes()  # type: ignore[no-untyped-call,no-any-return]
+
+
 def alive_nodes() -> list[str]:
-    return sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
+    return sorted(node["NodeID"] for node in all_nodes() if node["Alive"])
 
 
 def add_node(cluster: Cluster, **options: Any) -> Any:
@@ -76,16 +80,18 @@ def on_node(node_id: str) -> dict[str, Any]:
 
 def read_on(node_id: str, cache: Any, token_ids: Any) -> tuple[bytes, int, int]:
     """The bytes of layer 0 as a client on that node gets them; how many layers came without and with a copy."""
-    where, *found = ray.get(ray.remote(remotes.read).options(**on_node(node_id)).remote(cache, token_ids, 0))
+    task = ray.remote(remotes.read).options(**on_node(node_id))
+    where, content, zero_copy, copied = ray.get(task.remote(cache, token_ids, 0))
     assert where == node_id
-    return tuple(found)
+    return content, zero_copy, copied
 
 
-def write_on(node_id: str, cache: Any, token_ids: Any, rows: np.ndarray) -> tuple[str, int]:
+def write_on(node_id: str, cache: Any, token_ids: Any, rows: np.ndarray) -> tuple[str | None, int]:
     """The node that served a store by a client on that node, and the number of chunks stored."""
-    where, *result = ray.get(ray.remote(remotes.write).options(**on_node(node_id)).remote(cache, token_ids, rows))
+    task = ray.remote(remotes.write).options(**on_node(node_id))
+    where, served_by, stored = ray.get(task.remote(cache, token_ids, rows))
     assert where == node_id
-    return tuple(result)
+    return served_by, stored
 
 
 def client(service: str, model: str = "") -> Any:
@@ -132,7 +138,7 @@ def test_kv_reports_concern_one_node(nodes: Nodes, everywhere: str) -> None:
 )
 def test_the_selector_decides(nodes: Nodes, selector: Any, chosen: list[str]) -> None:
     config = CacheConfig(node_selector=selector)
-    assert deploy.select_nodes(config, ray.nodes()) == sorted(getattr(nodes, node) for node in chosen)
+    assert deploy.select_nodes(config, all_nodes()) == sorted(getattr(nodes, node) for node in chosen)
 
 
 @pytest.mark.parametrize("selector", [{"labels": {"role": "thinker"}}, {"resources": {"cache": 3}}])
