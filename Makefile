@@ -35,12 +35,19 @@ demo: $(READY)  ## run the thinker-talker example
 	$(BIN)/python examples/qwen3_omni_thinker_talker.py
 
 .PHONY: test
-test: $(READY)  ## run all tests; those that need a GPU skip themselves where there is none
+test: $(READY)  ## run all tests
 	$(BIN)/python -m pytest --durations=10
 
 .PHONY: test-unit
 test-unit: $(READY)  ## run the tests that start no Ray
 	$(BIN)/python -m pytest tests/unit
+
+CHAOS_SECONDS ?= 60
+CHAOS_SEED ?=
+
+.PHONY: chaos
+chaos: $(READY)  ## kill and stop everything at random for CHAOS_SECONDS (60), once per seed in CHAOS_SEED (a random one)
+	$(BIN)/python -m tests.chaos --seconds $(CHAOS_SECONDS) $(if $(CHAOS_SEED),--seed $(CHAOS_SEED))
 
 .PHONY: lint
 lint: $(READY)  ## ruff: rules and format
@@ -55,8 +62,9 @@ typecheck: $(READY)  ## mypy --strict
 check: lint typecheck  ## lint and typecheck
 
 .PHONY: bench
-bench: $(READY)  ## measure store and retrieve on this node against memcpy
+bench: $(READY)  ## measure store and retrieve on a node against memcpy, and from another node against a bare Ray transfer
 	$(BIN)/python benchmarks/same_node.py
+	$(BIN)/python benchmarks/cross_node.py
 
 .PHONY: clean
 clean:  ## remove .venv, caches and build output

@@ -6,6 +6,7 @@ import click
 
 from actors import deploy
 from hs_cache.cli import cli, join, read_config, service_options
+from hs_cache.router import is_running
 
 
 @cli.command()
@@ -18,9 +19,17 @@ def start(address: str | None, service: str, as_json: bool, config: str | None) 
     nodes = deploy.start(settings, service=service)
     if as_json:
         click.echo(json.dumps({"service": service, "nodes": [{"node_id": node_id} for node_id in nodes]}))
-    else:
-        size = deploy.running_config(service, nodes[0]).max_hidden_state_cpu_size
+        return
+    running = deploy.running_config(service)
+    if nodes:
+        size = running.max_hidden_state_cpu_size
         click.echo(f"Service {service!r} runs on {len(nodes)} node{'s' if len(nodes) > 1 else ''}, {size:g} GiB each.")
+    else:
+        wanted = running.model_dump(mode="json", include={"node_selector"})["node_selector"]
+        click.echo(
+            f"Service {service!r} runs, but no node matches its node_selector ({json.dumps(wanted)}) yet; "
+            "each one that joins and does gets a pool."
+        )
 
 
 @cli.command()
@@ -28,11 +37,12 @@ def start(address: str | None, service: str, as_json: bool, config: str | None) 
 def stop(address: str | None, service: str, as_json: bool) -> None:
     """Stop a service on all nodes. Rows that clients hold stay valid."""
     join(address)
+    ran = is_running(service)
     stopped = deploy.stop(service=service)
     if as_json:
         click.echo(json.dumps({"service": service, "stopped": stopped}))
-    elif stopped:
-        click.echo(f"Service {service!r} stopped on {stopped} node{'s' if stopped > 1 else ''}.")
+    elif ran or stopped:
+        click.echo(f"Service {service!r} stopped on {stopped} node{'' if stopped == 1 else 's'}.")
     else:
         click.echo(f"No service named {service!r} runs in this cluster.")
 

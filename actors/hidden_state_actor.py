@@ -1,29 +1,39 @@
 """The actor that owns a node's pool. Every method delegates to `hs_cache.server.CacheServer`."""
 
+import logging
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 
 from hs_cache.config import CacheConfig
+from hs_cache.errors import PoolTooLargeError, ServiceError
+from hs_cache.machine import require_headroom
 from hs_cache.messages import (
     AttachReply,
     ClientInfo,
     CommitReply,
     LeaseReply,
     LeaseRequest,
+    LocationBatch,
     NodeStatistics,
+    PublishReply,
     ReserveReply,
     ReserveRequest,
 )
-from hs_cache.router import KV, actor_name, find_actor
+from hs_cache.publishing import Publisher
+from hs_cache.router import KV, actor_name, find_actor, find_controller
 from hs_cache.rows import Flat, PickledRows
 from hs_cache.server import CacheServer
 from hs_cache.shared_pool import SharedPool
 
+logger = logging.getLogger(__name__)
+
 _SWEEP_PERIOD_S = 1.0
+_HEADROOM_WAIT_S = 10.0
 
 
 class RayKVPresence:
@@ -55,6 +65,18 @@ class RayKVPresence:
                 self._notes = [note for note in self._notes if note not in sent]
 
 
+def _wait_for_headroom(nbytes: int) -> None:
+    """Give clients time to let go of the pool of this actor's predecessor, which is their memory until they do."""
+    deadline = time.monotonic() + _HEADROOM_WAIT_S
+    while True:
+        try:
+            return require_headroom(nbytes)
+        except PoolTooLargeError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.2)
+
+
 class HiddenStateActor:
     """Owns the pool of its node, and answers clients and plain handles. Threaded.
 
@@ -68,15 +90,41 @@ class HiddenStateActor:
         bound = config.kv_source != "none"
         kv = RayKVPresence(find_actor(service, KV, node_id)) if bound else None
         name = actor_name("hs_cache", service, node_id[:8])
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            _wait_for_headroom(config.max_hidden_state_cpu_bytes)
         pool = SharedPool(config.max_hidden_state_cpu_bytes, name=name, pin=True)
         self._server = CacheServer(config, pool, node_id=node_id, kv=kv)
         self._config = config
+        self._service = service
+        self._controller: Any = None
         self._stop = threading.Event()
+        publisher = Publisher(
+            self._server.store,
+            node_id=node_id,
+            incarnation=pool.incarnation,
+            send=self._publish,
+            heard=lambda num_nodes: self._server.set_alone(num_nodes < 2),
+        )
+        threading.Thread(target=publisher.run, args=(self._stop,), name="hs_cache-publisher", daemon=True).start()
         threading.Thread(target=self._sweep, name="hs_cache-sweeper", daemon=True).start()
+
+    def _publish(self, batch: LocationBatch) -> PublishReply:
+        try:
+            if self._controller is None:
+                self._controller = find_controller(self._service)
+            reply: PublishReply = ray.get(self._controller.publish.remote(batch), timeout=self._config.rpc_timeout_s)
+        except Exception as error:
+            self._controller = None
+            # Whatever it is, also a bug of the controller's: the publisher has to go on.
+            raise ServiceError(f"publishing to the controller: {type(error).__name__}: {error}") from error
+        return reply
 
     def _sweep(self) -> None:
         while not self._stop.wait(_SWEEP_PERIOD_S):
-            self._server.sweep()
+            try:
+                self._server.sweep()
+            except OSError as error:  # out of file descriptors, say: nobody counts as gone because of that
+                logger.warning("clients could not be looked after: %s", error)
 
     def config(self) -> CacheConfig:
         """The settings it runs with."""
@@ -106,11 +154,15 @@ class HiddenStateActor:
         """See `CacheServer.store_rows`."""
         return self._server.store_rows(request, flat)
 
-    def retrieve_rows(self, request: LeaseRequest) -> tuple[LeaseReply, Any]:
-        """See `CacheServer.lease_rows`; the second value is a ref to the rows, None on a miss."""
-        with self._server.lease_rows(request) as (reply, flat):
-            # Copied into the object store while leased: a returned view would be copied after this method has ended.
-            return reply, None if flat is None else ray.put(flat)
+    def retrieve_rows(self, request: LeaseRequest) -> Iterator[LeaseReply | Flat | None]:
+        """See `CacheServer.lease_rows`; to be called with ``num_returns=2``: the reply, and the rows, None on a miss.
+
+        Ray copies what is yielded into the object store before it goes on here, so the rows are leased for exactly that
+        long; and the caller owns them, so they outlive this actor.
+        """
+        with self._server.lease_rows(request) as (reply, rows):
+            yield reply
+            yield rows()
 
     def store_hidden_states(self, token_ids: Any, hidden_states: Any, **options: Any) -> int:
         """See `CacheServer.store_hidden_states`."""

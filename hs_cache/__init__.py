@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from hs_cache.keys import ChunkKeys, KeySpace, TokenDatabase
     from hs_cache.launch import start, stop
+    from hs_cache.refs import HiddenStateRef
     from hs_cache.results import CacheStatistics, PrefixHit, StoreResult
 
 __version__ = "0.1.0"
@@ -39,6 +40,7 @@ __all__ = [
     "ConfigMismatchError",
     "HiddenStateCache",
     "HiddenStateCacheError",
+    "HiddenStateRef",
     "InvalidInputError",
     "KeySpace",
     "PoolError",
@@ -65,6 +67,7 @@ _HOME = {
     "ChunkKeys": "keys",
     "KeySpace": "keys",
     "TokenDatabase": "keys",
+    "HiddenStateRef": "refs",
     "start": "launch",
     "stop": "launch",
     "CacheStatistics": "results",

@@ -11,7 +11,7 @@ Memory moves between the states that `hs_cache.store` names like this: `ChunkTab
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import chain, pairwise, takewhile
 
 from hs_cache.eviction import PrefixLRU
 from hs_cache.extents import Extent, ExtentAllocator
@@ -28,6 +28,7 @@ class Chunk:
         pins: how many leases and reservations hold it.
         leases: how many of these are leases.
         linked: whether it is in the table; dropped chunks live on while they are held.
+        confirmed: how many stores have found it or made it. What the KV side said before the last one is out of date.
     """
 
     key: bytes
@@ -36,6 +37,7 @@ class Chunk:
     kv_local: bool
     layers: dict[int, tuple[LayerSpec, Extent]] = field(default_factory=dict)
     nbytes: int = 0
+    confirmed: int = 0
     pins: int = 0
     leases: int = 0
     linked: bool = True
@@ -66,6 +68,7 @@ class ChunkTable:
         self._chunks: dict[bytes, Chunk] = {}
         self._order = PrefixLRU()
         self._specs: dict[tuple[bytes, int], list[LayerSpec]] = {}  # one entry per chunk or reservation that uses it
+        self._changes: dict[bytes, bool] = {}  # keys entered (True) and dropped since `take_changes`
         self.resident_bytes = self.reserved_bytes = self.stranded_bytes = 0
         self.pinned_bytes = self.leased_bytes = 0
 
@@ -119,6 +122,7 @@ class ChunkTable:
         """Enter a new chunk, which continues `parent`. `add_layer` and `order_prefix` must follow."""
         self._chunks[chunk.key] = chunk
         self._order.add(chunk.key, parent)
+        self._changes[chunk.key] = True
 
     def add_layer(self, chunk: Chunk, spec: LayerSpec, extent: Extent) -> None:
         """Give a chunk in the table a layer that it has not got, in an extent that was taken."""
@@ -167,14 +171,49 @@ class ChunkTable:
 
     # The order, and eviction in two steps: memory first, the place in the table once that turns out to be needed.
 
-    def order_prefix(self, keys: Sequence[bytes]) -> int:
-        """Warm the part of a prefix that is there without a hole, cool what is behind; returns its length in chunks."""
+    def order_prefix(self, keys: Sequence[bytes], *, headless: bool = False) -> int:
+        """Warm the part of a prefix that is there without a hole, cool what is behind; returns its length in chunks.
+
+        `headless`: what is behind a hole may be in use all the same, its head being on another node; warm it too.
+        """
         end = next((i for i, key in enumerate(keys) if key not in self._chunks), len(keys))
-        self._order.touch(keys[:end])
-        for position in range(end + 1, len(keys)):
-            if keys[position] in self._chunks and keys[position - 1] not in self._chunks:
+        heads = [
+            position
+            for position in range(end + 1, len(keys))
+            if keys[position] in self._chunks and keys[position - 1] not in self._chunks
+        ]
+        if headless:
+            for position in reversed(heads):
+                self._order.touch(list(takewhile(self._chunks.__contains__, keys[position:])))
+        else:
+            for position in heads:
                 self._order.demote(keys[position])
+        self._order.touch(keys[:end])
         return end
+
+    def warm(self, run: Sequence[bytes]) -> None:
+        """Warm chunks that follow each other, and before them what they continue as far as it is there."""
+        if not run:
+            return
+        head: list[bytes] = []
+        parent = self._order.parent(run[0])
+        while parent is not None and parent in self._chunks:
+            head.append(parent)
+            parent = self._order.parent(parent)
+        self._order.touch([*reversed(head), *run])
+
+    def take_changes(self) -> dict[bytes, bool]:
+        """Keys that were entered (True) or dropped (False) since the last call, by their last change."""
+        changes, self._changes = self._changes, {}
+        return changes
+
+    def deny(self, key: bytes) -> None:
+        """Count a key that isn't there as dropped once more: somebody believes that it is there."""
+        self._changes.setdefault(key, False)
+
+    def keys(self) -> bytes:
+        """The keys of all chunks, in no order."""
+        return b"".join(self._chunks)
 
     def parent(self, chunk: Chunk) -> bytes | None:
         """The key that a chunk in the table continues; None for the first chunk of a prompt."""
@@ -210,6 +249,7 @@ class ChunkTable:
         chunk.linked = False
         del self._chunks[chunk.key]
         self._order.remove(chunk.key)
+        self._changes[chunk.key] = False
         self.resident_bytes -= chunk.nbytes
         for spec, _ in chunk.layers.values():
             self.unuse_spec(chunk.space, spec)

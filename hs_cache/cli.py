@@ -18,8 +18,9 @@ from rich.table import Table
 
 from hs_cache.config import CacheConfig
 from hs_cache.errors import ConfigError, HiddenStateCacheError, ServiceError
-from hs_cache.messages import NodeStatistics
-from hs_cache.router import HIDDEN_STATES, find_actor, nodes_of
+from hs_cache.launch import check_service
+from hs_cache.messages import ControllerStatistics, NodeStatistics
+from hs_cache.router import HIDDEN_STATES, find_actor, find_controller, is_running, nodes_of
 
 _STATUS_TIMEOUT_S = 5.0
 _REACH_TIMEOUT_S = 5.0
@@ -42,11 +43,18 @@ class Commands(click.Group):
             raise click.ClickException(str(error)) from error
 
 
+def _checked_service(_context: click.Context, _option: click.Parameter, name: str) -> str:
+    check_service(name)
+    return name
+
+
 def service_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options of every command."""
     options: tuple[Callable[..., Any], ...] = (
         click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts."),
-        click.option("--service", default="default", show_default=True, help="Name of the service."),
+        click.option(
+            "--service", default="default", show_default=True, callback=_checked_service, help="Name of the service."
+        ),
         click.option(
             "--address",
             envvar="RAY_ADDRESS",
@@ -67,20 +75,37 @@ def cli() -> None:
 @cli.command()
 @service_options
 def status(address: str | None, service: str, as_json: bool) -> None:
-    """Show the nodes of a service and what their pools hold."""
+    """Show the nodes of a service, what their pools hold, and whether its controller answers."""
     join(address)
     nodes = [(node_id, _stats_of(service, node_id)) for node_id in nodes_of(service)]
+    runs = is_running(service)
+    controller = _controller_stats(service) if runs else None
     if as_json:
         rows = [
             {"node_id": node_id, **(asdict(stats) if stats else {"error": "no answer"})} for node_id, stats in nodes
         ]
-        click.echo(json.dumps({"service": service, "nodes": rows}))
-    elif nodes:
-        print_nodes(service, nodes)
-    else:
+        found = asdict(controller) if controller else {"error": "no answer"} if runs else None
+        click.echo(json.dumps({"service": service, "controller": found, "nodes": rows}))
+    elif not nodes and not runs:
         click.echo(f"No service named {service!r} runs in this cluster; start one with: hs-cache start")
-    if not nodes or any(stats is None for _, stats in nodes):
+    else:
+        if nodes:
+            print_nodes(service, nodes)
+        else:
+            click.echo(f"Service {service!r} runs, but no node carries it yet.")
+        click.echo(_controller_line(controller))
+    if not nodes or not controller or any(stats is None for _, stats in nodes):
         raise SystemExit(1)
+
+
+def _controller_line(stats: ControllerStatistics | None) -> str:
+    if stats is None:
+        return "The controller doesn't answer: nodes serve what they have, and what is on others isn't found."
+    count = len(stats.nodes)
+    return (
+        f"The controller knows {stats.num_keys:,} chunks on {count} node{'s' if count != 1 else ''}, and was asked "
+        f"{stats.locates_total:,} times."
+    )
 
 
 def join(address: str | None) -> None:
@@ -103,13 +128,21 @@ def join(address: str | None) -> None:
 
 
 def _stats_of(service: str, node_id: str) -> NodeStatistics | None:
+    stats: NodeStatistics | None = _answer(lambda: find_actor(service, HIDDEN_STATES, node_id))
+    return stats
+
+
+def _controller_stats(service: str) -> ControllerStatistics | None:
+    stats: ControllerStatistics | None = _answer(lambda: find_controller(service))
+    return stats
+
+
+def _answer(find: Callable[[], Any]) -> Any:
+    """An actor's statistics, None if it doesn't answer."""
     try:
-        stats: NodeStatistics = ray.get(
-            find_actor(service, HIDDEN_STATES, node_id).stats.remote(), timeout=_STATUS_TIMEOUT_S
-        )
+        return ray.get(find().stats.remote(), timeout=_STATUS_TIMEOUT_S)
     except (GetTimeoutError, RayError, ServiceError):
         return None
-    return stats
 
 
 def print_nodes(service: str, nodes: Sequence[tuple[str, NodeStatistics | None]]) -> None:
@@ -160,7 +193,10 @@ def read_config(path: str | None) -> CacheConfig:
     """
     if path != "-":
         return CacheConfig.load(path)
-    settings = yaml.safe_load(sys.stdin)
-    if not isinstance(settings, dict):
-        raise ConfigError(f"standard input: got {type(settings).__name__}, expected a mapping of keys to values")
+    try:
+        settings = yaml.safe_load(sys.stdin)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"standard input: not valid YAML: {error}") from error
+    if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
+        raise ConfigError(f"standard input: got {settings!r:.60}, expected a mapping of keys to values")
     return CacheConfig(**settings)

@@ -16,6 +16,8 @@ from hs_cache.config import CacheConfig
 from hs_cache.errors import ConfigMismatchError, ServiceNotRunningError
 from hs_cache.keys import ChunkKeys, KeySpace, MMSpan, TokenIds
 from hs_cache.launch import check_service, start
+from hs_cache.planning import check_key
+from hs_cache.refs import HiddenStateRef
 from hs_cache.results import CacheStatistics, PrefixHit, StoreResult
 from hs_cache.router import Router
 from hs_cache.session import Session
@@ -112,6 +114,7 @@ class HiddenStateCache(_Client):
         dtype: torch.dtype | None = None,
         out: Mapping[int, torch.Tensor] | None = None,
         mm_spans: Sequence[MMSpan] = (),
+        wait_s: float = 0.0,
     ) -> PrefixHit:
         """The longest prefix where every chunk has KV and all of `layers`.
 
@@ -124,14 +127,26 @@ class HiddenStateCache(_Client):
             start, stop: return the rows of these tokens only; the prefix before them has to be there all the same.
             dtype: convert to this dtype while copying; None keeps the stored one.
             out: layer_idx → buffer ``[at least stop - start, hidden_dim]`` to copy into; what comes back are its first
-                rows.
-                A buffer has an unspecified content after an error or a miss.
+                rows. After an error, a miss or a cancellation a buffer has an unspecified content.
             mm_spans: as given to `store`.
+            wait_s: wait up to this many seconds for all tokens (or those before `stop`), if another process is about to
+                store them; 0 takes what is there.
 
         Raises:
             InvalidInputError: an argument is wrong.
         """
-        return self._router.run(self._session.retrieve(token_ids, layers, start, stop, dtype, out, mm_spans))
+        return self._router.run(self._session.retrieve(token_ids, layers, start, stop, dtype, out, mm_spans, wait_s))
+
+    def retrieve_ref(
+        self, token_ids: TokenIds, layers: int | Sequence[int], *, mm_spans: Sequence[MMSpan] = ()
+    ) -> HiddenStateRef:
+        """As `retrieve`, but the rows stay in the cluster's object store, for a stage on another node to get.
+
+        Raises:
+            InvalidInputError: an argument is wrong.
+        """
+        ask, pieces = self._router.run(self._session.retrieve_pieces(token_ids, layers, mm_spans))
+        return HiddenStateRef(self._router.service, self._session.config, ask, pieces)
 
     def store_hidden_states(
         self, token_ids: TokenIds, hidden_states: Any, *, layer_idx: int = 0, token_offset: int = 0
@@ -142,12 +157,13 @@ class HiddenStateCache(_Client):
     def retrieve_hidden_states(self, token_ids: TokenIds, *, layer_idx: int = 0) -> torch.Tensor | None:
         """LMCache's ``HiddenStateStore.retrieve_hidden_states``: CPU float32 ``[n, hidden_dim]``, None on a miss."""
         return _rows(
-            self._router.run(self._session.retrieve(token_ids, layer_idx, 0, None, torch.float32, None, ())), layer_idx
+            self._router.run(self._session.retrieve(token_ids, layer_idx, 0, None, torch.float32, None, (), 0.0)),
+            layer_idx,
         )
 
     def has_chunk(self, key: bytes, layer_idx: int = 0) -> bool:
         """Whether the node has this chunk with that layer; no effect on what is evicted next."""
-        return self._router.run(self._session.call("has_chunk", key, layer_idx, otherwise=False))
+        return self._router.run(self._session.call("has_chunk", check_key(key), layer_idx, otherwise=False))
 
     def num_cached_chunks(self) -> int:
         """Chunks that the node has, of all key spaces; 0 when it can't be reached."""
@@ -155,7 +171,7 @@ class HiddenStateCache(_Client):
 
     def drop_key(self, key: bytes) -> bool:
         """Drop a chunk with all its layers; False when there was none. Rows handed out stay valid."""
-        return self._router.run(self._session.call("drop_key", key, otherwise=False))
+        return self._router.run(self._session.call("drop_key", check_key(key), otherwise=False))
 
     def stats(self) -> CacheStatistics:
         """This client's counters, and its node's statistics."""
@@ -202,9 +218,19 @@ class AsyncHiddenStateCache(_Client):
         dtype: torch.dtype | None = None,
         out: Mapping[int, torch.Tensor] | None = None,
         mm_spans: Sequence[MMSpan] = (),
+        wait_s: float = 0.0,
     ) -> PrefixHit:
         """See `HiddenStateCache.retrieve`."""
-        return await self._router.arun(self._session.retrieve(token_ids, layers, start, stop, dtype, out, mm_spans))
+        return await self._router.arun(
+            self._session.retrieve(token_ids, layers, start, stop, dtype, out, mm_spans, wait_s)
+        )
+
+    async def retrieve_ref(
+        self, token_ids: TokenIds, layers: int | Sequence[int], *, mm_spans: Sequence[MMSpan] = ()
+    ) -> HiddenStateRef:
+        """See `HiddenStateCache.retrieve_ref`."""
+        ask, pieces = await self._router.arun(self._session.retrieve_pieces(token_ids, layers, mm_spans))
+        return HiddenStateRef(self._router.service, self._session.config, ask, pieces)
 
     async def store_hidden_states(
         self, token_ids: TokenIds, hidden_states: Any, *, layer_idx: int = 0, token_offset: int = 0
@@ -217,13 +243,15 @@ class AsyncHiddenStateCache(_Client):
     async def retrieve_hidden_states(self, token_ids: TokenIds, *, layer_idx: int = 0) -> torch.Tensor | None:
         """See `HiddenStateCache.retrieve_hidden_states`."""
         return _rows(
-            await self._router.arun(self._session.retrieve(token_ids, layer_idx, 0, None, torch.float32, None, ())),
+            await self._router.arun(
+                self._session.retrieve(token_ids, layer_idx, 0, None, torch.float32, None, (), 0.0)
+            ),
             layer_idx,
         )
 
     async def has_chunk(self, key: bytes, layer_idx: int = 0) -> bool:
         """See `HiddenStateCache.has_chunk`."""
-        return await self._router.arun(self._session.call("has_chunk", key, layer_idx, otherwise=False))
+        return await self._router.arun(self._session.call("has_chunk", check_key(key), layer_idx, otherwise=False))
 
     async def num_cached_chunks(self) -> int:
         """See `HiddenStateCache.num_cached_chunks`."""
@@ -231,7 +259,7 @@ class AsyncHiddenStateCache(_Client):
 
     async def drop_key(self, key: bytes) -> bool:
         """See `HiddenStateCache.drop_key`."""
-        return await self._router.arun(self._session.call("drop_key", key, otherwise=False))
+        return await self._router.arun(self._session.call("drop_key", check_key(key), otherwise=False))
 
     async def stats(self) -> CacheStatistics:
         """See `HiddenStateCache.stats`."""

@@ -5,11 +5,14 @@ blocking client, by the asyncio client, and in tests by plain function calls; no
 """
 
 import threading
+import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 T = TypeVar("T")
+
+_FLOOR_BYTES_PER_S = 64 << 20
 
 
 class Peer(Protocol):
@@ -36,7 +39,9 @@ class Located:
 
 @dataclass(frozen=True, slots=True)
 class Locate:
-    """Decide which node serves this client; results in `Located`, or raises `ServiceError`."""
+    """Decide which node serves this client; results in `Located`, or raises `ServiceError` within `timeout_s`."""
+
+    timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +52,37 @@ class Call:
     method: str
     args: tuple[Any, ...]
     timeout_s: float
+    carries_rows: bool = False  # sending it takes as long as copying them
+
+
+@dataclass(frozen=True, slots=True)
+class Find:
+    """An actor of another node, or with `node_id` None the service's controller; results in a `Peer`."""
+
+    node_id: str | None
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Call an actor without waiting; results in `num_returns` refs for `Fetch`, whatever becomes of the call."""
+
+    peer: Peer
+    method: str
+    args: tuple[Any, ...]
+    num_returns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Let time pass; results in None."""
+
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Get the object behind a ref that a `Call` resulted in; raises as `Call` does."""
+    """Get the object behind a ref; raises as `Call` does."""
 
     ref: Any
     timeout_s: float
@@ -84,6 +115,13 @@ class Work:
             if then is not None:
                 then()
 
+    def revoke(self) -> bool:
+        """Whether this work has not begun, and then never will."""
+        with self._lock:
+            if self._state == "new":
+                self._state = "abandoned"
+            return self._state == "abandoned"
+
     def abandon(self, then: Callable[[], None]) -> None:
         """Call `then` as soon as this work surely touches nothing any more: now, or when the running copy ends."""
         with self._lock:
@@ -94,6 +132,32 @@ class Work:
         then()
 
 
-Effect: TypeAlias = Locate | Call | Fetch | Work
+class Budget:
+    """What is left of an operation's time for calls; copying rows has time of its own.
+
+    Args:
+        seconds: from now on.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.restart()
+
+    @property
+    def left_s(self) -> float:
+        """Seconds, not below 0."""
+        return max(self._until - time.monotonic(), 0.0)
+
+    def restart(self) -> None:
+        """All of the time again; for what comes after a copy."""
+        self._until = time.monotonic() + self._seconds
+
+
+def transfer_s(nbytes: int) -> float:
+    """Seconds that moving rows may take, at the slowest that still counts as working; on top of a call's time."""
+    return nbytes / _FLOOR_BYTES_PER_S
+
+
+Effect: TypeAlias = Locate | Find | Call | Begin | Fetch | Pause | Work
 Steps: TypeAlias = Generator[Effect, Any, T]
 """An operation that results in a T."""

@@ -53,7 +53,8 @@ class KVIndex:
     """Presence of KV chunks as reported by the engine; thread-safe, bounded, O(1) per key.
 
     Args:
-        capacity: most keys remembered. The longest unreported ones are forgotten first, and are *unknown* from then on.
+        capacity: most keys remembered. Those neither reported nor asked for the longest are forgotten first, and are
+            *unknown* from then on.
         store_implies_present: storing hidden states says that the same forward pass wrote their KV
             (``kv_source: reports``).
     """
@@ -102,9 +103,13 @@ class KVIndex:
         self.resync(b"")
 
     def presence(self, keys: bytes) -> bytes:
-        """One byte per key, its `Presence`."""
+        """One byte per key, its `Presence`. What is asked for is in use, and so not forgotten next, its head last."""
+        split = split_keys(keys)
         with self._lock:
-            return bytes(self._listed.get(key, self._unlisted) for key in split_keys(keys))
+            for key in reversed(split):
+                if key in self._listed:
+                    self._listed.move_to_end(key)
+            return bytes(self._listed.get(key, self._unlisted) for key in split)
 
     def stats(self) -> KVStatistics:
         """Counts, under the lock; O(capacity)."""

@@ -27,8 +27,8 @@ _MAIN = "import sys; sys.path.insert(0, sys.argv.pop(1)); from actors.__main__ i
 
 def check_service(service: Any) -> None:
     """`InvalidInputError` unless `service` is a usable name."""
-    if not isinstance(service, str) or not re.fullmatch(r"[A-Za-z0-9_.-]+", service):
-        raise InvalidInputError(f"service: got {service!r}, expected letters, digits, '-', '_' or '.'")
+    if not isinstance(service, str) or not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", service):
+        raise InvalidInputError(f"service: got {service!r}, expected up to 64 letters, digits, '-', '_' or '.'")
 
 
 def start(config: Any = None, *, service: str = "default") -> list[str]:
@@ -41,7 +41,7 @@ def start(config: Any = None, *, service: str = "default") -> list[str]:
         service: its name.
 
     Returns:
-        The hex ids of the nodes that carry it.
+        The hex ids of the nodes that carry it; none if no node matches ``node_selector`` yet.
 
     Raises:
         ConfigError, ConfigMismatchError: `config` is wrong, or a service of that name runs with other settings.

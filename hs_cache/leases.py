@@ -16,17 +16,27 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
+from typing import Protocol
 
 from hs_cache.errors import ServiceError
-from hs_cache.machine import process_start_time
+from hs_cache.machine import own_start_time, process_alive
+from hs_cache.messages import PoolAddress
 
 logger = logging.getLogger(__name__)
 
 _FLUSH_PERIOD_S = 0.05
-_RETRY_PERIOD_S = 1.0
+_OWNER_PERIOD_S = 1.0
 
 Sender = Callable[[Sequence[int]], None]
 """Hands ended ids to a node without waiting; `ServiceError` when that can't be done now."""
+
+
+class Attached(Protocol):
+    """A client of this process that maps a pool."""
+
+    def drop_incarnation(self, incarnation: bytes) -> None:
+        """The owner of that pool is gone: let go of it."""
+        ...
 
 
 class ClientProcess:
@@ -35,7 +45,7 @@ class ClientProcess:
     def __init__(self) -> None:
         self.client_id = secrets.token_bytes(16)
         self.pid = os.getpid()
-        self.start_time = process_start_time(self.pid)
+        self.start_time = own_start_time()
         self.releaser = Releaser()
         self._ids = itertools.count()
 
@@ -54,12 +64,20 @@ class Releaser:
         self._parts: dict[tuple[bytes, int], int] = {}  # mappings alive per lease
         self._ended: dict[bytes, list[int]] = {}
         self._senders: dict[bytes, Sender] = {}
+        self._owners: dict[bytes, tuple[PoolAddress, weakref.WeakSet[Attached]]] = {}
         self._thread: threading.Thread | None = None
 
-    def connect(self, incarnation: bytes, sender: Sender) -> None:
-        """From now on, ids of this incarnation go to `sender`."""
+    def connect(self, incarnation: bytes, sender: Sender, address: PoolAddress | None, client: Attached) -> None:
+        """From now on, ids of this incarnation go to `sender`.
+
+        When the owner at `address` is gone, each client that was connected and still exists is told; none is kept
+        alive.
+        """
         with self._lock:
             self._senders[incarnation] = sender
+            if address is not None:
+                _, clients = self._owners.setdefault(incarnation, (address, weakref.WeakSet()))
+                clients.add(client)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="hs_cache-releaser", daemon=True)
                 self._thread.start()
@@ -83,9 +101,8 @@ class Releaser:
             self._gather()
             return tuple(self._ended.pop(incarnation, ()))
 
-    def flush(self) -> bool:
-        """Hand over what has ended; False when some node could not be told now."""
-        delivered = True
+    def flush(self) -> None:
+        """Hand over what has ended. What can't be handed over now goes with the next request to that pool's owner."""
         with self._lock:
             self._gather()
             batches = [
@@ -96,9 +113,8 @@ class Releaser:
                 sender(ids)
             except ServiceError as error:
                 logger.debug("ended leases could not be handed over yet: %s", error)
-                delivered = False
-                self.end(incarnation, ids)
-        return delivered
+                with self._lock:
+                    self._ended.setdefault(incarnation, []).extend(ids)
 
     def _gather(self) -> None:
         with suppress(Empty):
@@ -113,13 +129,35 @@ class Releaser:
             self._ended.setdefault(lease[0], []).append(lease[1])
 
     def _run(self) -> None:
+        look_at = time.monotonic() + _OWNER_PERIOD_S
         while True:
-            lease = self._ends.get()
+            with suppress(Empty):
+                lease = self._ends.get(timeout=max(look_at - time.monotonic(), 0.0))
+                with self._lock:
+                    self._note(lease)
+                time.sleep(_FLUSH_PERIOD_S)  # what ends at about the same time goes in one call
+                self.flush()
+            if time.monotonic() >= look_at:
+                self._look_after_owners()
+                look_at = time.monotonic() + _OWNER_PERIOD_S
+
+    def _look_after_owners(self) -> None:
+        """Let go of the pools whose owners are gone: until every process has, their memory is not free."""
+        with self._lock:
+            owners = list(self._owners.items())
+        for incarnation, (address, clients) in owners:
+            try:
+                if process_alive(address.pid, address.start_time):
+                    continue
+            except OSError as error:  # out of file descriptors, say: nobody counts as gone because of that
+                logger.debug("the owner of a pool could not be looked after: %s", error)
+                continue
             with self._lock:
-                self._note(lease)
-            time.sleep(_FLUSH_PERIOD_S)  # what ends at about the same time goes in one call
-            while not self.flush():
-                time.sleep(_RETRY_PERIOD_S)
+                del self._owners[incarnation]
+                self._senders.pop(incarnation, None)
+                self._ended.pop(incarnation, None)
+            for client in clients:
+                client.drop_incarnation(incarnation)
 
 
 def _collect(pid: int, ends: "SimpleQueue[tuple[bytes, int]]", lease: tuple[bytes, int]) -> None:

@@ -1,5 +1,6 @@
 """What the machine says about processes and memory, from ``/proc`` and the cgroups."""
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,6 +28,19 @@ def process_start_time(pid: int) -> int | None:
         return None
     state, *fields = line[line.rindex(")") + 1 :].split()  # the name in front may hold blanks and parentheses
     return None if state in "ZXx" else int(fields[18])
+
+
+def own_start_time() -> int | None:
+    """`process_start_time` of this process; ``None`` also where ``/proc`` is that of another pid namespace.
+
+    There, other processes would take this one for whichever has its pid in theirs.
+    """
+    pid = os.getpid()
+    try:
+        seen = os.readlink(_PROC / "self")
+    except OSError:
+        return None
+    return process_start_time(pid) if seen == str(pid) else None
 
 
 def process_alive(pid: int, start_time: int) -> bool:

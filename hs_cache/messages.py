@@ -136,7 +136,10 @@ class CommitReply:
 
 @dataclass(frozen=True, slots=True)
 class LeaseRequest:
-    """The longest prefix of `keys` with every layer of `layers`, held for the client until it releases `hold_id`."""
+    """The longest prefix of `keys` with every layer of `layers`, held for the client until it releases `hold_id`.
+
+    With `first_chunk`, the run of chunks from there on. `hinted`: the directory said that the keys are on this node.
+    """
 
     incarnation: bytes
     client_id: bytes
@@ -145,15 +148,18 @@ class LeaseRequest:
     num_tokens: int
     layers: tuple[int, ...]
     timeout_s: float
+    first_chunk: int = 0
+    hinted: bool = False
     releases: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseReply:
-    """What was found: rows ``0 .. num_tokens`` of every layer, at `runs`. Nothing is held when ``num_tokens`` is 0.
+    """What was found: `num_tokens` rows of every layer from the first chunk asked for on, at `runs`; nothing held if 0.
 
-    `must_copy`: so much of the pool is leased that the client has to copy the rows and release the lease at once.
-    `ended_by` says what ended the prefix: ``""`` (nothing), ``"hidden_state"``, ``"kv_absent"`` or ``"kv_unknown"``.
+    `alone`: no other node could have more. `must_copy`: so much of the pool is leased that the client has to copy the
+    rows and release the lease at once. `ended_by` says what ended the prefix: ``""`` (nothing), ``"hidden_state"``,
+    ``"kv_absent"`` or ``"kv_unknown"``.
     """
 
     incarnation: bytes
@@ -162,6 +168,36 @@ class LeaseReply:
     runs: tuple[Run, ...]
     must_copy: bool
     ended_by: str
+    alone: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LocationBatch:
+    """What changed on a node, or with `whole` all that it holds: chunk keys, in batches numbered without a gap."""
+
+    node_id: str
+    incarnation: bytes
+    number: int
+    added: bytes
+    removed: bytes = b""
+    whole: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PublishReply:
+    """Whether a batch was taken in (if not, all of the node's keys are needed), and how many nodes the service has."""
+
+    applied: bool
+    num_nodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerStatistics:
+    """A `CacheController`: the nodes that publish to it, the keys they have, and how often it was asked for some."""
+
+    nodes: tuple[str, ...]
+    num_keys: int
+    locates_total: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ class Reservation:
         num_tokens: of the whole prefix.
         pinned: by position, the chunks of the prefix that were there, and are held.
         writes: by position and layer_idx, the extents to be written.
+        headless: whether the head of the prefix may be on another node.
     """
 
     space: bytes
@@ -33,6 +34,7 @@ class Reservation:
     first_chunk: int
     specs: tuple[LayerSpec, ...]
     kv_local: bool
+    headless: bool
     pinned: dict[int, Chunk] = field(default_factory=dict)
     writes: dict[int, dict[int, Extent]] = field(default_factory=dict)
 
@@ -40,10 +42,11 @@ class Reservation:
         """Tokens of the chunk; only the last of a prefix may be short."""
         return min(self.chunk_size, self.num_tokens - position * self.chunk_size)
 
-    def missing(self, position: int) -> list[LayerSpec]:
-        """The layers that the chunk lacks, as far as it is held; all of them where it isn't there."""
+    def missing(self, position: int) -> dict[int, LayerSpec]:
+        """The layers that the chunk lacks, by layer_idx, as far as it is held; all of them where it isn't there."""
         chunk = self.pinned.get(position)
-        return [spec for spec in self.specs if chunk is None or spec.layer_idx not in chunk.layers]
+        there = chunk.layers if chunk is not None else {}
+        return {spec.layer_idx: spec for spec in self.specs if spec.layer_idx not in there}
 
     def extents(self) -> list[Extent]:
         """All extents to be written."""
@@ -94,13 +97,15 @@ class _Placement:
     def _is_reachable(self) -> bool:
         """Whether some layer could be served up to `first_chunk`, so that what follows there is worth an eviction."""
         held = self._held
+        if held.headless:
+            return True
         head = [held.pinned.get(position) for position in range(held.first_chunk)]
         return any(all(chunk is not None and spec.layer_idx in chunk.layers for chunk in head) for spec in held.specs)
 
     def _admit(self) -> tuple[int, int]:
         """The longest head of what is wanted that fits by bytes, whatever the holes look like: its length and bytes."""
         sizes = [
-            sum(ExtentAllocator.aligned(spec.row_bytes * self._held.tokens_in(position)) for spec in missing)
+            sum(ExtentAllocator.aligned(spec.row_bytes * self._held.tokens_in(position)) for spec in missing.values())
             for position, missing in self._wanted
         ]
         room = self._table.free_bytes + (self._table.evictable_bytes if self._reachable else 0)
@@ -161,7 +166,7 @@ class _Placement:
         held, wanted = self._held, self._wanted[:count]
         held.writes = {position: {} for position, _ in wanted}
         for spec in held.specs:
-            positions = [position for position, missing in wanted if spec in missing]
+            positions = [position for position, missing in wanted if spec.layer_idx in missing]
             if not positions:
                 continue
             sizes = [spec.row_bytes * held.tokens_in(position) for position in positions]

@@ -1,5 +1,6 @@
 """From what a caller gives to what a node is asked: validation and arithmetic, shared by the clients and the actor."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
@@ -53,6 +54,13 @@ def check_index(name: str, value: Any) -> int:
     raise InvalidInputError(f"{name}: got {value!r}, expected an int")
 
 
+def check_seconds(name: str, value: Any) -> float:
+    """`value` as a finite number of seconds, 0 or more; anything else is an `InvalidInputError` that names it."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:
+        return float(value)
+    raise InvalidInputError(f"{name}: got {value!r}, expected a number of seconds, 0 or more")
+
+
 def check_layers(layers: Any) -> tuple[int, ...]:
     """The layers of a retrieve: one int or a non-empty sequence of ints, without the repeated ones."""
     if isinstance(layers, str | bytes | Mapping) or not isinstance(layers, Iterable) or getattr(layers, "ndim", 1) == 0:
@@ -61,6 +69,13 @@ def check_layers(layers: Any) -> tuple[int, ...]:
     if not checked:
         raise InvalidInputError("layers: got none, expected at least one layer_idx")
     return checked
+
+
+def check_key(key: Any) -> bytes:
+    """One chunk key; anything else than 16 bytes is an `InvalidInputError`."""
+    if isinstance(key, bytes) and len(key) == KEY_BYTES:
+        return key
+    raise InvalidInputError(f"key: got {key!r:.60}, expected {KEY_BYTES} bytes")
 
 
 def check_keys(name: str, keys: Any) -> bytes:
@@ -100,6 +115,8 @@ def plan_store(
         check_index("layer_idx", layer): check_rows(_rows_name(layers, layer), rows, len(tokens) - offset)
         for layer, rows in layers.items()
     }
+    if len(checked) < len(layers):
+        raise InvalidInputError(f"layers: got the same layer_idx twice in {list(layers)!r:.60}, expected each once")
     keys = database.chunk_keys(tokens, mm_spans=mm_spans)
     first_chunk = -(-offset // keys.chunk_size)
     skip = first_chunk * keys.chunk_size - offset

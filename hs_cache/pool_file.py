@@ -19,6 +19,7 @@ from hs_cache.messages import PoolAddress
 
 if sys.platform == "linux":
     import fcntl
+    import resource
 
 HEADER_BYTES = 4096
 INCARNATION_BYTES = 16
@@ -110,6 +111,13 @@ def _keep_maps_in_child() -> None:
 
 if sys.platform == "linux":
     os.register_at_fork(after_in_child=_keep_maps_in_child)
+
+
+def spare_maps() -> bool:
+    """Whether results may still be mapped: each takes a file descriptor before Python 3.13, and half are the user's."""
+    if sys.version_info >= (3, 13):
+        return True
+    return len(_live_maps) < resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
 
 def map_file(fd: int, length: int, flags: int, offset: int = 0) -> mmap.mmap:

@@ -17,8 +17,8 @@ class StoreResult:
         present: chunks that had every layer already; their first rows are kept.
         filtered: chunks of a call none of whose layers is in ``hidden_state_layers``.
         failed: chunks for which there was no room, or whose node could not be reached.
-        prefix_tokens: how many tokens, from the first on, have every accepted layer of this call now. 0 when the node
-            could not be reached.
+        prefix_tokens: how many tokens, from the first on, have every accepted layer of this call now, on the node where
+            they were stored. 0 when it could not be reached.
     """
 
     stored: int = 0
@@ -28,19 +28,21 @@ class StoreResult:
     prefix_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PrefixHit:
     """Rows of the longest usable prefix; falsy on a miss.
 
     ``hit[layer_idx]`` is ``[num_tokens - start, hidden_dim]``. Rows are the caller's own: writing into them never
     changes the cache. They may stand on the pool's memory, which they then hold until the last tensor or array over
-    them is gone.
+    them is gone, and which a *forked* child does not have: there, touching them ends the child (SIGSEGV). Clone them
+    for a ``DataLoader`` with forked workers, or spawn these.
 
     Attributes:
         num_tokens: rows of the prefix, from token 0 on, that are usable in every layer asked for (at most ``stop``).
         start: first token of the rows here.
         ended_by: what ended the prefix: ``""`` (all asked for is there), ``"hidden_state"``, ``"kv_absent"``,
-            ``"kv_unknown"`` or ``"unreachable"``.
+            ``"kv_unknown"`` or ``"unreachable"``. What is asked for are whole chunks, and a short last one only with
+            ``save_unfull_chunk``.
         layers: layer_idx → rows; empty on a miss.
     """
 
@@ -68,8 +70,7 @@ class CacheStatistics:
 
     Attributes:
         retrieves_total, hits_total: calls, and calls that found at least one row.
-        tokens_asked_total, tokens_served_total: tokens of the prompts asked for, and rows handed out per layer asked
-            for.
+        tokens_asked_total, tokens_served_total: tokens of the prompts asked for, and those whose rows were handed out.
         zero_copy_total, copied_total: layers handed out as views of the pool, and as copies.
         stored_chunks_total, failed_chunks_total: as `StoreResult` counts them.
         timeouts_total, unreachable_total: calls that missed their deadline, and calls that failed otherwise.

@@ -2,15 +2,20 @@
 
 import asyncio
 import hashlib
-from collections.abc import Iterable
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar, cast
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from hs_cache.effects import Call, Effect, Fetch, Locate, Located, Steps, Work
+from hs_cache.effects import Begin, Call, Effect, Fetch, Find, Locate, Located, Pause, Steps, Work
 from hs_cache.errors import HiddenStateCacheError, ServiceError, ServiceNotRunningError, ServiceTimeoutError
 
 T = TypeVar("T")
@@ -37,6 +42,11 @@ def actor_name(service: str, kind: str, node_id: str) -> str:
     return f"{service}/{kind}/{node_id}"
 
 
+def controller_name(service: str) -> str:
+    """The name of a service's controller in `NAMESPACE`."""
+    return f"{service}/controller"
+
+
 def nodes_of(service: str, kind: str = HIDDEN_STATES) -> list[str]:
     """Hex ids of the nodes that have an actor of this kind, sorted. One call to the cluster's control store; blocks for
     it.
@@ -60,11 +70,38 @@ def find_actor(service: str, kind: str, node_id: str) -> ActorHandle[Any]:
     Raises:
         ServiceNotRunningError: there is none, or Ray isn't initialised.
     """
+    return _find(actor_name(service, kind, node_id), f"service {service!r} has no {kind} actor on node {node_id}")
+
+
+def find_controller(service: str) -> ActorHandle[Any]:
+    """The handle of a service's controller.
+
+    Raises:
+        ServiceNotRunningError: there is none, or Ray isn't initialised.
+    """
+    return _find(controller_name(service), f"service {service!r} has no controller")
+
+
+def is_running(service: str) -> bool:
+    """Whether a service of that name was started, and not stopped; it may have no node yet.
+
+    Raises:
+        ServiceError: Ray isn't initialised, or the cluster can't be reached.
+    """
+    try:
+        find_controller(service)
+    except ServiceNotRunningError:
+        require_ray()
+        return False
+    return True
+
+
+def _find(name: str, otherwise: str) -> ActorHandle[Any]:
     require_ray()
     try:
-        return ray.get_actor(actor_name(service, kind, node_id), namespace=NAMESPACE)
+        return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError as error:
-        raise ServiceNotRunningError(f"service {service!r} has no {kind} actor on node {node_id}") from error
+        raise ServiceNotRunningError(otherwise) from error
     except Exception as error:
         raise translated(error, "finding an actor") from error
 
@@ -87,21 +124,27 @@ class RayPeer:
     def post(self, method: str, *args: Any) -> None:
         """Call without waiting, and without learning of any error but that the call could not be sent."""
         require_ray()
-        try:
+        with _sending(method):
             getattr(self.handle, method).remote(*args)
-        except Exception as error:
-            raise translated(error, method) from error
 
 
 class Router:
     """Decides which node serves this process, and drives operations; pickles, and decides anew where it is unpickled.
 
     The node's own actor serves it, since only there are rows shared without a copy. A process on a node without one
-    gets a node by rendezvous hashing of its own node's id, so that writers and readers on the same node meet.
+    gets a node by rendezvous hashing of its own node's id, so that writers and readers on the same node meet. Actors of
+    other nodes are looked up once, and again after a call to them has failed.
     """
 
     def __init__(self, service: str) -> None:
         self._service = service
+        self._peers: dict[str | None, RayPeer] = {}
+
+    def __getstate__(self) -> dict[str, str]:
+        return {"service": self._service}
+
+    def __setstate__(self, state: dict[str, str]) -> None:
+        self.__init__(state["service"])  # type: ignore[misc]
 
     @property
     def service(self) -> str:
@@ -119,13 +162,36 @@ class Router:
         here = ray.get_runtime_context().get_node_id()
         nodes = nodes_of(self._service)
         if not nodes:
-            raise ServiceNotRunningError(
-                f"no service named {self._service!r} runs in this Ray cluster: "
-                "`hs-cache start` or hs_cache.connect() start one"
-            )
+            raise self._no_nodes()
         node_id = here if here in nodes else rendezvous(here, nodes)
         peer = RayPeer(find_actor(self._service, HIDDEN_STATES, node_id), node_id)
         return Located(peer, RayPeer(find_actor(self._service, KV, node_id), node_id), here)
+
+    def _no_nodes(self) -> ServiceNotRunningError:
+        if is_running(self._service):
+            return ServiceNotRunningError(
+                f"service {self._service!r} has no node yet: none that joined matches its node_selector, or their "
+                "actors are still being created"
+            )
+        return ServiceNotRunningError(
+            f"no service named {self._service!r} runs in this Ray cluster: "
+            "`hs-cache start` or hs_cache.connect() start one"
+        )
+
+    def find(self, node_id: str | None) -> RayPeer:
+        """The hidden-state actor of a node, or the controller; blocks for the control store when it isn't known yet.
+
+        Raises:
+            ServiceError: there is none, or the cluster can't be reached.
+        """
+        peer = self._peers.get(node_id)
+        if peer is None:
+            if node_id is None:
+                peer = RayPeer(find_controller(self._service), "")
+            else:
+                peer = RayPeer(find_actor(self._service, HIDDEN_STATES, node_id), node_id)
+            self._peers[node_id] = peer
+        return peer
 
     def run(self, steps: Steps[T]) -> T:
         """Drive an operation, blocking."""
@@ -145,7 +211,7 @@ class Router:
             return value
 
     async def arun(self, steps: Steps[T]) -> T:
-        """Drive an operation from an event loop, which is never blocked for longer than a few microseconds."""
+        """Drive an operation from an event loop, which is blocked for checking arguments and computing keys only."""
         try:
             effect = next(steps)
             while True:
@@ -160,48 +226,122 @@ class Router:
             return value
 
     def _perform(self, effect: Effect) -> Any:
-        if isinstance(effect, Locate):
-            return self.locate()
         if isinstance(effect, Work):
             return effect.run()
+        if isinstance(effect, Pause):
+            return time.sleep(effect.seconds)
+        if isinstance(effect, Locate | Find):
+            return self._known(effect) or _bounded(partial(self._look_up, effect), effect.timeout_s)
         try:
+            if isinstance(effect, Begin):
+                return _sent(effect)
             return ray.get(_sent(effect), timeout=effect.timeout_s)
         except Exception as error:
-            raise translated(error, _described(effect)) from error
+            raise self._failed(effect, error) from error
 
     async def _aperform(self, effect: Effect) -> Any:
-        if isinstance(effect, Locate):
-            return await asyncio.to_thread(self.locate)
         if isinstance(effect, Work):
-            return await asyncio.to_thread(effect.run)
+            return await _worked(effect)
+        if isinstance(effect, Pause):
+            return await asyncio.sleep(effect.seconds)
+        if isinstance(effect, Locate | Find):
+            known = self._known(effect)
+            return known or await asyncio.to_thread(_bounded, partial(self._look_up, effect), effect.timeout_s)
         try:
-            return await asyncio.wait_for(_result(_sent(effect)), effect.timeout_s)
+            if isinstance(effect, Begin):
+                return _sent(effect)
+            carries_rows = isinstance(effect, Call) and effect.carries_rows
+            ref = await asyncio.to_thread(_sent, effect) if carries_rows else _sent(effect)
+            return await asyncio.wait_for(_result(ref), effect.timeout_s)
         except Exception as error:
-            raise translated(error, _described(effect)) from error
+            raise self._failed(effect, error) from error
+
+    def _known(self, effect: Locate | Find) -> RayPeer | None:
+        return self._peers.get(effect.node_id) if isinstance(effect, Find) else None
+
+    def _look_up(self, effect: Locate | Find) -> Located | RayPeer:
+        return self.find(effect.node_id) if isinstance(effect, Find) else self.locate()
+
+    def _failed(self, effect: Call | Begin | Fetch, error: Exception) -> Exception:
+        if isinstance(effect, Fetch):
+            self._peers.clear()  # which of them it was isn't known, and looking them up costs little
+            return translated(error, "an answer from another node")
+        for node_id, peer in list(self._peers.items()):
+            if peer is effect.peer:
+                del self._peers[node_id]
+        return translated(error, effect.method)
+
+
+async def _worked(work: Work) -> None:
+    """Run it on a thread. Cancelled, it returns only when the copy that runs has ended: the caller's buffers are his
+    again after that, not before."""
+    running = asyncio.ensure_future(asyncio.to_thread(work.run))
+    try:
+        await asyncio.shield(running)
+    except asyncio.CancelledError:
+        while not work.revoke() and not running.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([running])
+        raise
 
 
 async def _result(ref: Any) -> Any:
     return await ref
 
 
-def _sent(effect: Call | Fetch) -> Any:
+def _sent(effect: Call | Begin | Fetch) -> Any:
     require_ray()
     if isinstance(effect, Fetch):
         return effect.ref
     assert isinstance(effect.peer, RayPeer)
-    return getattr(effect.peer.handle, effect.method).remote(*effect.args)
+    method = getattr(effect.peer.handle, effect.method)
+    if isinstance(effect, Begin):
+        method = method.options(num_returns=effect.num_returns)
+    with _sending(effect.method):
+        return method.remote(*effect.args)
 
 
-def _described(effect: Call | Fetch) -> str:
-    return "fetching rows" if isinstance(effect, Fetch) else effect.method
+@contextmanager
+def _sending(method: str) -> Iterator[None]:
+    """What Ray raises before a call is on its way, a bare Exception for a handle of another cluster among it."""
+    try:
+        yield
+    except Exception as error:
+        raise ServiceError(f"{method} could not be sent: {type(error).__name__}: {error}") from error
+
+
+def _bounded(function: Callable[[], T], timeout_s: float) -> T:
+    """The result of a call that has no deadline of its own; `ServiceTimeoutError` when it takes longer than that."""
+    results: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
+
+    def work() -> None:
+        try:
+            results.put((function(), None))
+        except BaseException as error:
+            results.put((None, error))
+
+    threading.Thread(target=work, name="hs_cache-lookup", daemon=True).start()
+    try:
+        value, error = results.get(timeout=max(timeout_s, 0.0))
+    except Empty:
+        raise ServiceTimeoutError("the cluster's control store did not answer in time") from None
+    if error is not None:
+        raise error
+    return cast(T, value)
 
 
 def translated(error: Exception, what: str) -> Exception:
     """Ray's errors as ours. An error of ours that an actor raised comes back as itself; a bug stays what it is."""
-    if isinstance(error, RayTaskError) and isinstance(error.cause, HiddenStateCacheError):
-        return error.cause
+    if isinstance(error, RayTaskError):
+        # What Ray raises is of a class made for it, which is of ours too, and which can't be pickled.
+        return error.cause if isinstance(error.cause, HiddenStateCacheError) else error
+    if isinstance(error, HiddenStateCacheError):
+        return error
     if isinstance(error, GetTimeoutError | asyncio.TimeoutError):
         return ServiceTimeoutError(f"{what} did not return in time")
-    if isinstance(error, RayTaskError) or not isinstance(error, RayError | ConnectionError | RuntimeError):
+    if not isinstance(error, RayError | ConnectionError | RuntimeError):
         return error
-    return ServiceError(f"{what}: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
+    lines = str(error).strip().splitlines() or [""]
+    # Ray begins with what happened, but where an actor's constructor raised, what it raised stands at the end.
+    line = lines[-1 if getattr(error, "actor_init_failed", False) else 0]
+    return ServiceError(f"{what}: {type(error).__name__}: {line}")

@@ -56,11 +56,10 @@ def check_rows(name: str, rows: Any, num_rows: int) -> torch.Tensor:
         rows = torch.from_numpy(rows if as_tensor else rows.copy())
     if not isinstance(rows, torch.Tensor):
         raise InvalidInputError(f"{name}: got {type(rows).__name__}, expected a torch.Tensor or a NumPy array")
+    check_dense(name, rows)
     shape = list(rows.shape)
     if len(shape) != _ROW_AXES:
         raise InvalidInputError(f"{name}: got shape {shape}, expected 2 dimensions [{num_rows}, hidden_dim]")
-    if rows.layout is not torch.strided or rows.is_quantized or rows.is_meta:
-        raise InvalidInputError(f"{name}: got a sparse, quantized or meta tensor, expected a dense one")
     check_dtype(f"{name}.dtype", rows.dtype)
     if shape[0] != num_rows:
         raise InvalidInputError(
@@ -69,6 +68,12 @@ def check_rows(name: str, rows: Any, num_rows: int) -> torch.Tensor:
     if shape[1] < 1:
         raise InvalidInputError(f"{name}: got hidden_dim {shape[1]}, expected at least 1")
     return rows.detach().resolve_neg()
+
+
+def check_dense(name: str, rows: torch.Tensor) -> None:
+    """`InvalidInputError` for a tensor without plain memory: sparse, nested, quantized or on the meta device."""
+    if rows.layout is not torch.strided or rows.is_nested or rows.is_quantized or rows.is_meta:
+        raise InvalidInputError(f"{name}: got a sparse, nested, quantized or meta tensor, expected a dense one")
 
 
 def spec_of(layer_idx: int, rows: torch.Tensor) -> LayerSpec:
@@ -101,7 +106,7 @@ def empty_rows(num_tokens: int, hidden_dim: int, dtype: torch.dtype) -> torch.Te
 
     Filling fresh memory is mostly page faults: 128 MiB take 52 ms in 4 KiB pages, 18 ms in huge ones, 10 ms when warm.
     """
-    rows = torch.empty(num_tokens, hidden_dim, dtype=dtype)
+    rows = torch.empty(num_tokens, hidden_dim, dtype=dtype, device="cpu")  # whatever the default device is
     if rows.nbytes >= _HUGE_BYTES and _MADVISE is not None:
         first = -(-rows.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         last = (rows.data_ptr() + rows.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -163,11 +168,11 @@ def flatten_runs(memory: Any, runs: Iterable[Run], specs: tuple[LayerSpec, ...])
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def flat_runs(specs: tuple[LayerSpec, ...], num_tokens: int) -> tuple[Run, ...]:
-    """Where the layers lie in what `flatten` and `flatten_runs` make."""
+def flat_runs(specs: tuple[LayerSpec, ...], num_tokens: int, first: int = 0) -> tuple[Run, ...]:
+    """Where the layers lie in what `flatten` and `flatten_runs` make of rows that start at token `first`."""
     runs, offset = [], 0
     for spec in specs:
-        runs.append(Run(spec.layer_idx, 0, num_tokens, offset))
+        runs.append(Run(spec.layer_idx, first, num_tokens, offset))
         offset += num_tokens * spec.row_bytes
     return tuple(runs)
 

@@ -3,7 +3,7 @@
 import itertools
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,10 +11,12 @@ import torch
 
 from hs_cache.config import CacheConfig
 from hs_cache.errors import ConfigMismatchError, InvalidInputError, StaleIncarnationError
-from hs_cache.keys import ChunkKey, ChunkKeys, KeySpace, MMSpan, TokenDatabase
-from hs_cache.kv_presence import KVPresence, Presence
+from hs_cache.keys import KEY_BYTES, ChunkKey, ChunkKeys, KeySpace, MMSpan, TokenDatabase
+from hs_cache.kv_presence import KVPresence
+from hs_cache.kv_side import KVSide
 from hs_cache.machine import process_alive, process_start_time
 from hs_cache.messages import (
+    DTYPE_BYTES,
     PROTOCOL_VERSION,
     AttachReply,
     ClientInfo,
@@ -25,7 +27,7 @@ from hs_cache.messages import (
     ReserveReply,
     ReserveRequest,
 )
-from hs_cache.planning import check_index, plan_store
+from hs_cache.planning import check_index, check_key, plan_store
 from hs_cache.rows import Flat, copy_flat_in, copy_in, copy_out, empty_rows, flatten_runs
 from hs_cache.shared_pool import SharedPool
 from hs_cache.store import HiddenStateStore, HoldId
@@ -53,7 +55,7 @@ class CacheServer:
         self._config = config
         self._pool = pool
         self._node_id = node_id
-        self._kv = kv
+        self._kv = KVSide(kv, node_id=node_id)
         self._memory = pool.view()
         self._store = HiddenStateStore(
             pool.data_bytes, chunk_size=config.chunk_size, max_leased_fraction=config.max_leased_fraction
@@ -61,7 +63,8 @@ class CacheServer:
         self._own_ids = itertools.count()
         self._lock = threading.Lock()
         self._clients: dict[bytes, ClientInfo] = {}
-        self._warned_full = self._kv_in_trouble = False
+        self._warned_full = False
+        self._alone = True
         self._retrieves = self._hits = self._asked = self._served = self._kv_unknown = 0
 
     @property
@@ -155,14 +158,19 @@ class CacheServer:
             return self._commit(hold)
 
     @contextmanager
-    def lease_rows(self, request: LeaseRequest) -> Iterator[tuple[LeaseReply, Flat | None]]:
-        """A retrieve for a client without the mapping: rows laid out as `hs_cache.rows.flat_runs` says, None on a miss.
+    def lease_rows(self, request: LeaseRequest) -> Iterator[tuple[LeaseReply, Callable[[], Flat | None]]]:
+        """A retrieve for a client without the mapping: the reply, and a function that gives the rows, None on a miss.
 
-        They may be a view of the pool, leased until the context ends: copy them before.
+        Rows are laid out as `hs_cache.rows.flat_runs` says. They may be a view of the pool, leased until the context
+        ends: copy them before.
         """
         with self._own_hold() as hold:
             reply = self._lease(hold, request)
-            yield reply, flatten_runs(self._memory, reply.runs, reply.specs) if reply.num_tokens else None
+
+            def rows() -> Flat | None:
+                return flatten_runs(self._memory, reply.runs, reply.specs) if reply.num_tokens else None
+
+            yield reply, rows
 
     def store_hidden_states(
         self,
@@ -232,7 +240,7 @@ class CacheServer:
 
     def has_chunk(self, key: bytes, layer_idx: int = 0) -> bool:
         """Whether a chunk is there with that layer; no effect on the order."""
-        return self._store.contains(key, layer_idx)
+        return self._store.contains(check_key(key), check_index("layer_idx", layer_idx))
 
     def num_cached_chunks(self) -> int:
         """Chunks in the index."""
@@ -240,7 +248,7 @@ class CacheServer:
 
     def drop_key(self, key: bytes) -> bool:
         """Drop a chunk with all its layers; idempotent. Rows already handed out stay valid."""
-        return self._store.drop(key)
+        return self._store.drop(check_key(key))
 
     def stats(self) -> NodeStatistics:
         """A snapshot."""
@@ -272,6 +280,11 @@ class CacheServer:
             holds = self._store.release_owner(info.client_id)
             logger.info("client process %d is gone; %d leases and reservations of its ended", info.pid, holds)
         return len(gone)
+
+    def set_alone(self, alone: bool) -> None:
+        """Whether the service has no other node: then nobody need ask one for the rest of a prefix."""
+        self._alone = alone
+        self._store.set_alone(alone)
 
     def close(self) -> None:
         """Let the pool go; idempotent. Rows that clients hold stay valid until they let go of them."""
@@ -315,10 +328,24 @@ class CacheServer:
     def _checked_keys(self, request: ReserveRequest | LeaseRequest) -> list[ChunkKey]:
         return list(ChunkKeys(request.keys, request.num_tokens, self._config.chunk_size))
 
+    def _check_first_chunk(self, first_chunk: int, keys: Sequence[ChunkKey]) -> None:
+        if not 0 <= first_chunk <= len(keys):
+            raise InvalidInputError(f"first_chunk: got {first_chunk}, expected 0 to {len(keys)}, the chunks")
+
+    def _check_specs(self, request: ReserveRequest) -> None:
+        if len(request.space) != KEY_BYTES:
+            raise InvalidInputError(f"space: got {len(request.space)} bytes, expected {KEY_BYTES}")
+        layers = [spec.layer_idx for spec in request.specs]
+        if not layers or len(set(layers)) != len(layers):
+            raise InvalidInputError(f"specs: got layers {layers}, expected at least one, and each once")
+        for spec in request.specs:
+            if spec.dtype not in DTYPE_BYTES or spec.hidden_dim < 1:
+                raise InvalidInputError(f"specs: got {spec}, expected a known dtype and a hidden_dim of 1 or more")
+
     def _reserve(self, hold: HoldId, request: ReserveRequest) -> ReserveReply:
         keys = self._checked_keys(request)
-        if not 0 <= request.first_chunk <= len(keys):
-            raise InvalidInputError(f"first_chunk: got {request.first_chunk}, expected 0 to {len(keys)}, the chunks")
+        self._check_specs(request)
+        self._check_first_chunk(request.first_chunk, keys)
         reserved = self._store.reserve(
             hold,
             space=request.space,
@@ -328,7 +355,7 @@ class CacheServer:
             specs=request.specs,
             kv_local=request.kv_local,
         )
-        if self._kv is not None and request.kv_local:
+        if request.kv_local:
             # Noted now and awaited at the commit: it overlaps the copy, and an eviction reported later still counts.
             self._kv.note_stored(b"".join(keys[request.first_chunk :]))
         if reserved.refused and not self._warned_full:
@@ -343,19 +370,20 @@ class CacheServer:
         return ReserveReply(self._pool.incarnation, reserved.runs, reserved.refused)
 
     def _commit(self, hold: HoldId) -> CommitReply:
-        if self._kv is not None:
-            self._kv.settle_notes(self._config.rpc_timeout_s * _KV_SHARE_OF_DEADLINE)
+        self._kv.settle_notes(self._config.rpc_timeout_s * _KV_SHARE_OF_DEADLINE)
         done = self._store.commit(hold)
         return CommitReply(self._pool.incarnation, done.stored, done.present, done.failed, done.prefix_tokens)
 
     def _lease(self, hold: HoldId, request: LeaseRequest) -> LeaseReply:
-        found = self._store.lease(hold, self._checked_keys(request), request.layers)
-        presence = self._ask_kv(found.keys, found.kv_local, request.timeout_s * _KV_SHARE_OF_DEADLINE)
+        keys = self._checked_keys(request)
+        self._check_first_chunk(request.first_chunk, keys)
+        found = self._store.lease(hold, keys, request.layers, first_chunk=request.first_chunk, hinted=request.hinted)
+        presence = self._kv.ask(found.keys, found.kv_local, request.timeout_s * _KV_SHARE_OF_DEADLINE)
         granted = self._store.settle(hold, presence)
         with self._lock:
             self._retrieves += 1
             self._hits += granted.num_tokens > 0
-            self._asked += request.num_tokens
+            self._asked += request.num_tokens - request.first_chunk * self._config.chunk_size
             self._served += granted.num_tokens
             self._kv_unknown += granted.ended_by == "kv_unknown"
         return LeaseReply(
@@ -365,34 +393,5 @@ class CacheServer:
             granted.runs,
             granted.must_copy,
             granted.ended_by,
+            self._alone,
         )
-
-    def _ask_kv(self, keys: Sequence[bytes], kv_local: Sequence[bool], timeout_s: float) -> list[int]:
-        """Presence per chunk: what this node's KV side says of its own chunks, *present* for all others."""
-        presence: list[int] = [Presence.PRESENT] * len(keys)
-        asked = [position for position, local in enumerate(kv_local) if local]
-        if self._kv is None or not asked:
-            return presence
-        try:
-            answers = self._kv.presence(b"".join(keys[position] for position in asked), timeout_s)
-            states = [Presence(answer) for answer in answers]
-            if len(states) != len(asked):
-                raise ValueError(f"{len(states)} answers for {len(asked)} chunks")
-            self._kv_in_trouble = False
-        # The KV side is foreign code: whatever it raises, the rows stay and the prefix ends.
-        except Exception as error:
-            self._log_kv_trouble(error)
-            states = [Presence.UNKNOWN] * len(asked)
-        for position, state in zip(asked, states, strict=True):
-            presence[position] = state
-        return presence
-
-    def _log_kv_trouble(self, error: Exception) -> None:
-        if not self._kv_in_trouble:
-            self._kv_in_trouble = True
-            logger.warning(
-                "the KV side of node %s doesn't answer, so nothing that it must vouch for is served: %s: %s",
-                self._node_id,
-                type(error).__name__,
-                error,
-            )

@@ -34,6 +34,7 @@ from hs_cache.pool_file import (
     create_memfd,
     map_file,
     populate,
+    spare_maps,
     verify_memfd,
 )
 
@@ -393,6 +394,8 @@ class PoolMapping(_MappedPool):
         start = HEADER_BYTES + offset
         position = start % mmap.ALLOCATIONGRANULARITY
         self._usable_map()
+        if not spare_maps():
+            raise OSError(errno.EMFILE, "results hold half of this process's file descriptors")
         with self._lock:  # or close() could let the number of the file descriptor go to another file in between
             self._usable_map()
             return map_file(self._fd, position + nbytes, mmap.MAP_PRIVATE, start - position), position

@@ -12,6 +12,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from hs_cache.chunks import Chunk, ChunkTable
 from hs_cache.errors import InvalidInputError, StaleIncarnationError
@@ -30,7 +31,9 @@ _MAX_TOMBSTONES = 65536
 class _Lease:
     chunks: list[Chunk]
     layers: tuple[int, ...]
+    first_chunk: int
     asked_chunks: int
+    confirmed: tuple[int, ...]  # each chunk's count when the KV side was about to be asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,19 @@ class HiddenStateStore:
         self._max_leased_bytes = max_leased_fraction * self._table.capacity_bytes
         self._holds: dict[HoldId, _Lease | Reservation] = {}
         self._tombstones: OrderedDict[HoldId, None] = OrderedDict()
+        self._alone = True
+        self._changed = threading.Event()
         self._stored_total = self._evicted_total = self._kv_dropped_total = self._refused_total = 0
+
+    @property
+    def changed(self) -> threading.Event:
+        """Set when `take_changes` has something to give; whoever takes it clears it before."""
+        return self._changed
+
+    def set_alone(self, alone: bool) -> None:
+        """Whether this node is the service's only one. If not, a prefix may well begin on another node."""
+        with self._lock:
+            self._alone = alone
 
     def reserve(
         self,
@@ -107,7 +122,8 @@ class HiddenStateStore:
 
         Evicts as little as makes room, the coldest first, never a chunk of this prefix that the store keeps; what
         doesn't fit is refused from the tail, and nothing is evicted for it. When the head before `first_chunk` has a
-        hole in every layer of `specs`, the rows could not be served yet, so only free room is used.
+        hole in every layer of `specs`, and no other node could have it, the rows could not be served yet, so only free
+        room is used.
 
         Raises:
             InvalidInputError: a layer has another hidden_dim or dtype in this key space, or the id is in use.
@@ -116,15 +132,16 @@ class HiddenStateStore:
             if self._given_up(hold):
                 return Reserved((), len(keys) - first_chunk)
             self._check_specs(space, specs)
-            held = Reservation(space, keys, num_tokens, self._chunk_size, first_chunk, specs, kv_local)
+            held = Reservation(space, keys, num_tokens, self._chunk_size, first_chunk, specs, kv_local, not self._alone)
+            self._holds[hold] = held
+            for spec in specs:
+                self._table.use_spec(space, spec)
             for position, key in enumerate(keys):
                 if (chunk := self._table.get(key)) is not None:
                     self._table.pin(chunk)
                     held.pinned[position] = chunk
             refused, evicted = place(self._table, held)
-            self._holds[hold] = held
-            for spec in specs:
-                self._table.use_spec(space, spec)
+            self._note_changes(evicted > 0)
             self._refused_total += refused
             self._evicted_total += evicted
             pieces = (
@@ -153,10 +170,13 @@ class HiddenStateStore:
                     present += linked and not new
                 else:
                     present += self._complete(held, position)
+                if (chunk := self._table.get(held.keys[position])) is not None:
+                    chunk.confirmed += 1
             held.writes.clear()
             self._end(hold)
             self._stored_total += stored
-            prefix = self._table.order_prefix(held.keys)
+            self._note_changes(stored > 0)
+            prefix = self._table.order_prefix(held.keys, headless=not self._alone)
             covered = 0
             while covered < prefix and self._complete(held, covered):
                 covered += 1
@@ -164,24 +184,37 @@ class HiddenStateStore:
             failed = len(held.keys) - held.first_chunk - stored - present
             return Committed(stored, present, failed, prefix_tokens)
 
-    def lease(self, hold: HoldId, keys: Sequence[bytes], layers: tuple[int, ...]) -> Found:
-        """Hold the longest run of chunks, from the first, that has every layer; `settle` completes it.
+    def lease(
+        self,
+        hold: HoldId,
+        keys: Sequence[bytes],
+        layers: tuple[int, ...],
+        *,
+        first_chunk: int = 0,
+        hinted: bool = False,
+    ) -> Found:
+        """Hold the longest run of chunks, from `first_chunk` on, that has every layer; `settle` completes it.
 
-        Nothing is held when the run is empty. The order is not touched yet.
+        Nothing is held when the run is empty. The order is not touched yet. `hinted`: the directory said that all of
+        `keys` are here; of the first one that isn't, it is told once more.
         """
         with self._lock:
             if self._given_up(hold):
                 return Found((), ())
             chunks: list[Chunk] = []
-            for key in keys:
+            for key in islice(keys, first_chunk, None):
                 chunk = self._table.get(key)
                 if chunk is None or not all(layer in chunk.layers for layer in layers):
+                    if chunk is None and hinted:
+                        self._table.deny(key)
+                        self._note_changes()
                     break
                 chunks.append(chunk)
             for chunk in chunks:
                 self._table.pin(chunk, lease=True)
             if chunks:
-                self._holds[hold] = _Lease(chunks, layers, len(keys))
+                confirmed = tuple(chunk.confirmed for chunk in chunks)
+                self._holds[hold] = _Lease(chunks, layers, first_chunk, len(keys) - first_chunk, confirmed)
             return Found(tuple(chunk.key for chunk in chunks), tuple(chunk.kv_local for chunk in chunks))
 
     def settle(self, hold: HoldId, presence: Sequence[int]) -> Granted:
@@ -204,13 +237,15 @@ class HiddenStateStore:
             if kept < len(found) and presence[kept] != Presence.PRESENT:
                 ended_by = "kv_absent" if presence[kept] == Presence.ABSENT else "kv_unknown"
             held.chunks = found[:kept]
-            for chunk, state in zip(found, presence, strict=True):
-                if state == Presence.ABSENT and chunk.linked:
+            for chunk, state, confirmed in zip(found, presence, held.confirmed, strict=True):
+                # A store that was committed meanwhile says that the chunk's KV has been written anew.
+                if state == Presence.ABSENT and chunk.linked and chunk.confirmed == confirmed:
                     self._table.unlink(chunk)
+                    self._note_changes()
                     self._kv_dropped_total += 1
             for chunk in found[kept:]:
                 self._table.unpin(chunk, lease=True)
-            self._table.order_prefix([chunk.key for chunk in held.chunks])
+            self._table.warm([chunk.key for chunk in held.chunks])
             if not held.chunks:
                 self._end(hold)
                 return Granted(0, (), (), False, ended_by)
@@ -258,7 +293,19 @@ class HiddenStateStore:
             chunk = self._table.get(key)
             if chunk is not None:
                 self._table.unlink(chunk)
+                self._note_changes()
             return chunk is not None
+
+    def take_changes(self) -> dict[bytes, bool]:
+        """Keys that were entered (True) or dropped (False) since the last call or `snapshot`."""
+        with self._lock:
+            return self._table.take_changes()
+
+    def snapshot(self) -> bytes:
+        """The keys of all chunks; `take_changes` goes on from here."""
+        with self._lock:
+            self._table.take_changes()
+            return self._table.keys()
 
     def stats(self) -> StoreStatistics:
         """A consistent snapshot; O(holds)."""
@@ -304,6 +351,10 @@ class HiddenStateStore:
             self._table.check(pins=pins, leases=leases, reserved=reserved, specs=specs)
 
     # Everything below is called with the lock held.
+
+    def _note_changes(self, some: bool = True) -> None:
+        if some:
+            self._changed.set()
 
     def _given_up(self, hold: HoldId) -> bool:
         """Whether the client released this id before the call that uses it arrived."""
@@ -357,7 +408,7 @@ class HiddenStateStore:
         pieces = (
             (spec, position * self._chunk_size, chunk.num_tokens, chunk.layers[spec.layer_idx][1])
             for spec in specs
-            for position, chunk in enumerate(held.chunks)
+            for position, chunk in enumerate(held.chunks, start=held.first_chunk)
         )
         return _merge(pieces)
 

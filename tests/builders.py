@@ -80,9 +80,10 @@ def lease(
     layers: tuple[int, ...] = (0,),
     *,
     presence: Sequence[int] | None = None,
+    first_chunk: int = 0,
 ) -> Granted:
     """Lease and settle; every chunk found has KV unless `presence` says otherwise."""
-    found = store.lease(hold, make_keys(prompt), layers)
+    found = store.lease(hold, make_keys(prompt), layers, first_chunk=first_chunk)
     return store.settle(hold, [Presence.PRESENT] * len(found.keys) if presence is None else presence)
 
 

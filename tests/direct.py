@@ -2,6 +2,7 @@
 
 What would cross processes is pickled, arrays arrive read-only as Ray hands them out, and the pool is opened through
 ``/proc`` as from elsewhere. A `Node` is collected like any other object; a peer that addresses it doesn't keep it.
+Nodes that are given the same `Controller` are a cluster; nothing is published but by `Controller.hear_all`.
 """
 
 import gc
@@ -20,12 +21,14 @@ import numpy as np
 import torch
 
 from hs_cache.config import CacheConfig
-from hs_cache.effects import Call, Effect, Fetch, Locate, Located, Steps, Work
-from hs_cache.errors import HiddenStateCacheError, ServiceError, ServiceTimeoutError
+from hs_cache.directory import Directory, Membership, Segment
+from hs_cache.effects import Begin, Call, Effect, Fetch, Find, Locate, Located, Pause, Steps, Work
+from hs_cache.errors import HiddenStateCacheError, ServiceError, ServiceNotRunningError, ServiceTimeoutError
 from hs_cache.keys import MMSpan
 from hs_cache.kv_presence import KVIndex, KVPresence
 from hs_cache.leases import this_process
-from hs_cache.messages import StoreStatistics
+from hs_cache.messages import LocationBatch, PublishReply, StoreStatistics
+from hs_cache.publishing import Publisher
 from hs_cache.results import PrefixHit, StoreResult
 from hs_cache.server import CacheServer
 from hs_cache.session import Session
@@ -90,29 +93,120 @@ class IndexedKV:
         pass
 
 
+class Clock:
+    """Stands in for the module `time`; it goes on where `advance` says, which calls that are lost do."""
+
+    def __init__(self) -> None:
+        self._now = 1000.0
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        self._now += seconds
+
+
+class Controller:
+    """What `actors.controller.CacheController` answers, and the nodes of its cluster.
+
+    Attributes:
+        calls: methods called, in order.
+    """
+
+    node_id = ""
+
+    def __init__(self) -> None:
+        self.nodes: weakref.WeakValueDictionary[str, Node] = weakref.WeakValueDictionary()
+        self.unreachable = False
+        self.calls: list[str] = []
+        self.restart()
+
+    def restart(self) -> None:
+        """It knows nothing."""
+        self.membership = Membership()
+        self.directory = Directory()
+
+    def hear_all(self) -> None:
+        """Every node that can be reached publishes all that it has to say."""
+        for _ in range(3):  # one that finds a gap sends all; and the first ones learn how many others there are
+            for name in sorted(self.nodes):
+                node = self.nodes[name]
+                if not node.unreachable:
+                    node.publisher.step()
+        self.directory.check()
+
+    def forget(self, node: "Node") -> None:
+        """As when the node is gone from the cluster."""
+        self.membership.leave(node.name)
+        self.directory.remove(node.name)
+
+    def perform(self, target: str, method: str, args: tuple[Any, ...]) -> Any:
+        """One call, as it arrives."""
+        if self.unreachable:
+            raise ServiceError("the controller can't be reached")
+        self.calls.append(method)
+        methods: dict[str, Callable[..., Any]] = {"publish": self.publish, "locate": self.locate}
+        return _sent(methods[method](*_sent(args)))
+
+    def publish(self, batch: LocationBatch) -> PublishReply:
+        self.membership.join(batch.node_id, batch.incarnation)
+        applied = True
+        if batch.whole:
+            self.directory.replace(batch.node_id, batch.incarnation, batch.number, batch.added)
+        else:
+            applied = self.directory.apply(batch.node_id, batch.incarnation, batch.number, batch.added, batch.removed)
+        return PublishReply(applied, len(self.membership.members()))
+
+    def locate(self, keys: bytes, without: Sequence[str] = ()) -> tuple[Segment, ...]:
+        return self.directory.locate(keys, without=without)
+
+
 class Node:
-    """One node: its server, its KV index, and whether calls reach it."""
+    """One node: its server, its KV index, its publisher, and whether calls reach it.
+
+    Attributes:
+        calls: methods called, in order.
+    """
 
     _numbers = itertools.count()
 
-    def __init__(self, slots: int = 64, *, kv: KVPresence | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        slots: int = 64,
+        *,
+        kv: KVPresence | None = None,
+        controller: Controller | None = None,
+        **settings: Any,
+    ) -> None:
         self.name = f"test-node-{next(self._numbers)}"
         self.config = CacheConfig(chunk_size=CHUNK_SIZE, **settings)
         self.index = KVIndex(1024, store_implies_present=self.config.kv_source == "reports")
         self._kv = kv or (None if self.config.kv_source == "none" else IndexedKV(self.index))
         self._slots = slots
         self.unreachable = False
+        self.calls: list[str] = []
+        self.controller = controller or Controller()
+        self.controller.nodes[self.name] = self
         self.restart()
 
     def restart(self) -> None:
         """Another incarnation, empty, under the same address."""
         self.pool = SharedPool(self._slots * SLOT_BYTES, name=self.name, prefault=False, margin_bytes=0)
         self.server = CacheServer(self.config, self.pool, node_id=self.name, kv=self._kv)
+        server, controller = self.server, self.controller
+        self.publisher = Publisher(
+            self.server.store,
+            node_id=self.name,
+            incarnation=self.pool.incarnation,
+            send=lambda batch: controller.perform("controller", "publish", (batch,)),
+            heard=lambda num_nodes: server.set_alone(num_nodes < 2),
+        )
 
     def perform(self, target: str, method: str, args: tuple[Any, ...]) -> Any:
         """One call, as it arrives."""
         if self.unreachable:
             raise ServiceError(f"{self.name} can't be reached")
+        self.calls.append(method)
         try:
             return _sent(self._dispatch(target, method, _sent(args)))
         except HiddenStateCacheError as error:
@@ -122,7 +216,8 @@ class Node:
         if target == "kv":
             return getattr(self.index, method)(*args)
         if method == "retrieve_rows":
-            with self.server.lease_rows(*args) as (reply, flat):
+            with self.server.lease_rows(*args) as (reply, rows):
+                flat = rows()
                 return reply, None if flat is None else flat.copy()
         return getattr(self.server, method)(*args)
 
@@ -161,13 +256,30 @@ def _sent(message: Any) -> Any:
     return arrived
 
 
-class DirectPeer:
-    """The address of one of a node's actors."""
+class Result:
+    """One result of a call, which lies on the node that made it."""
 
-    def __init__(self, node: Node, target: str) -> None:
+    def __init__(self, node: Node, value: Any, error: Exception | None) -> None:
+        self._node = weakref.ref(node)
+        self._value = value
+        self._error = error
+
+    def get(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        node = self._node()
+        if node is None or node.unreachable:
+            raise ServiceError("the object is lost")
+        return self._value
+
+
+class DirectPeer:
+    """The address of one of a node's actors, or of the controller."""
+
+    def __init__(self, node: Node | Controller, target: str) -> None:
         self._node = weakref.ref(node)
         self._target = target
-        self.node_id = node.name
+        self.node_id = node.name if isinstance(node, Node) else ""
 
     def post(self, method: str, *args: Any) -> None:
         node = self._node()
@@ -180,6 +292,17 @@ class DirectPeer:
             raise ServiceError(f"{self.node_id} is gone")
         return node.perform(self._target, method, args)
 
+    def begin(self, method: str, args: tuple[Any, ...], num_returns: int) -> list[Result]:
+        node = self._node()
+        if not isinstance(node, Node):
+            raise ServiceError(f"{self.node_id} is gone")
+        try:
+            values, error = self.call(method, args), None
+        except HiddenStateCacheError as raised:
+            values, error = [None] * num_returns, raised
+        assert len(values) == num_returns
+        return [Result(node, value, error) for value in values]
+
 
 class DirectCache:
     """A client of one node.
@@ -191,10 +314,18 @@ class DirectCache:
     Attributes:
         faults: What goes wrong in the next operation, by the number of the effect in it.
         effects: What the latest operation asked for: methods of calls, and names of other effects.
+        waits: The deadline of each of them, 0 for those that have none.
+        clock: Goes on when a call is lost, by what its deadline was, and in a pause.
+        pausing: What happens in the meantime of a pause.
     """
 
-    def __init__(self, node: Node, *, far: bool = False, strict: bool = False, **space: Any) -> None:
+    def __init__(
+        self, node: Node, *, far: bool = False, strict: bool = False, clock: Clock | None = None, **space: Any
+    ) -> None:
         self.node = node
+        self.clock = clock
+        self.waits: list[float] = []
+        self.pausing: Callable[[], None] = lambda: None
         self.session = Session(space, strict=strict)
         self.faults: dict[int, Fault] = {}
         self.effects: list[str] = []
@@ -203,7 +334,7 @@ class DirectCache:
 
     def run(self, steps: Steps[T]) -> T:
         """Drive an operation as the blocking client does."""
-        self.effects, faults, self.faults = [], self.faults, {}
+        self.effects, self.waits, faults, self.faults = [], [], self.faults, {}
         try:
             effect = next(steps)
             while True:
@@ -219,18 +350,38 @@ class DirectCache:
 
     def _perform(self, effect: Effect, faults: Mapping[int, Fault]) -> Any:
         fault = faults.get(len(self.effects))
-        self.effects.append(effect.method if isinstance(effect, Call) else type(effect).__name__)
-        return self.result(effect) if fault is None else fault(lambda: self.result(effect))
+        self.effects.append(effect.method if isinstance(effect, Call | Begin) else type(effect).__name__)
+        self.waits.append(getattr(effect, "timeout_s", 0.0))
+        try:
+            return self.result(effect) if fault is None else fault(lambda: self.result(effect))
+        except ServiceTimeoutError:
+            if self.clock is not None:
+                self.clock.advance(self.waits[-1])
+            raise
 
     def result(self, effect: Effect) -> Any:
         """What an effect results in, without any fault."""
+        controller = self.node.controller
         if isinstance(effect, Locate):
             return Located(DirectPeer(self.node, "hidden_states"), DirectPeer(self.node, "kv"), self._node_id)
+        if isinstance(effect, Find):
+            if effect.node_id is None:
+                return DirectPeer(controller, "controller")
+            node = controller.nodes.get(effect.node_id)
+            if node is None:
+                raise ServiceNotRunningError(f"no actor on node {effect.node_id}")
+            return DirectPeer(node, "hidden_states")
         if isinstance(effect, Work):
             return effect.run()
+        if isinstance(effect, Pause):
+            if self.clock is not None:
+                self.clock.advance(effect.seconds)
+            return self.pausing()
         if isinstance(effect, Fetch):
-            return effect.ref
+            return effect.ref.get()
         assert isinstance(effect.peer, DirectPeer)
+        if isinstance(effect, Begin):
+            return effect.peer.begin(effect.method, effect.args, effect.num_returns)
         return effect.peer.call(effect.method, effect.args)
 
     def store(
@@ -251,8 +402,9 @@ class DirectCache:
         stop: Any = None,
         dtype: Any = None,
         out: Any = None,
+        wait_s: Any = 0.0,
     ) -> PrefixHit:
-        return self.run(self.session.retrieve(token_ids, layers, start, stop, dtype, out, ()))
+        return self.run(self.session.retrieve(token_ids, layers, start, stop, dtype, out, (), wait_s))
 
     def report(self, method: str, what: Any) -> bool:
         return self.run(self.session.report(method, what))

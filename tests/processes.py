@@ -75,6 +75,24 @@ def open_pools(name: str) -> dict[int, list[str]]:
     return found
 
 
+def pool_inodes(name: str) -> set[int]:
+    """Pools whose memory some process still has, by a file descriptor or a mapping; the name has `name` in it."""
+    gc.collect()
+    found: set[int] = set()
+    for pid in _all_pids():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            for line in (_PROC / str(pid) / "maps").read_text(errors="replace").splitlines():
+                fields = line.split(maxsplit=5)
+                if fields[-1].startswith("/memfd:") and name in fields[-1]:
+                    found.add(int(fields[4]))
+            for fd in os.listdir(_PROC / str(pid) / "fd"):
+                with contextlib.suppress(FileNotFoundError):
+                    target = os.readlink(_PROC / str(pid) / "fd" / fd)
+                    if target.startswith("/memfd:") and name in target:
+                        found.add(os.stat(_PROC / str(pid) / "fd" / fd).st_ino)
+    return found
+
+
 def shared_memory_files() -> set[str]:
     """What is in /dev/shm."""
     return set(os.listdir("/dev/shm"))

@@ -21,6 +21,7 @@ import hs_cache
 from actors import deploy
 from hs_cache.config import CacheConfig
 from tests.builders import CHUNK_SIZE
+from tests.cluster.nodes import Nodes, add_node, removed_at_the_end, this_node
 from tests.processes import MARK, marked_processes, open_pools, shared_memory_files, wait_until
 
 RUN_ID = uuid.uuid4().hex[:12]
@@ -127,6 +128,14 @@ def start_service(cluster: Cluster) -> Iterator[StartService]:
 def service(start_service: StartService) -> str:
     """A service that the tests of a module share; each has a key space of its own."""
     return start_service()
+
+
+@pytest.fixture(scope="module")
+def nodes(cluster: Cluster) -> Iterator[Nodes]:
+    """The cluster's node and two more."""
+    with removed_at_the_end(cluster) as added:
+        added += [add_node(cluster) for _ in range(2)]
+        yield Nodes(this_node(), *(node.node_id for node in added))
 
 
 class Blocking:

@@ -11,8 +11,8 @@ import ray
 import torch
 
 import hs_cache
+from hs_cache import retrieval, session
 from hs_cache import rows as rows_module
-from hs_cache import session
 from hs_cache.router import HIDDEN_STATES, find_actor, nodes_of
 from tests.cluster.children import make_rows
 from tests.cluster.conftest import StartService
@@ -53,7 +53,7 @@ def test_copies_do_not_block_the_loop(large_service: str, monkeypatch: pytest.Mo
     rows = torch.arange(TOKENS, dtype=torch.bfloat16)[:, None].expand(TOKENS, DIM)
     writing, reading = Meeting(rows_module.copy_in), Meeting(rows_module.copy_out)
     monkeypatch.setattr(session, "copy_in", writing)
-    monkeypatch.setattr(session, "copy_out", reading)
+    monkeypatch.setattr(retrieval, "copy_out", reading)
 
     async def both() -> None:
         async with await aconnect(service=large_service) as cache:

@@ -1,6 +1,8 @@
 """``hs-cache`` as a process of its own, as people and scripts run it."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -8,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 import hs_cache
-from hs_cache.router import nodes_of
+from hs_cache.errors import ServiceNotRunningError
+from hs_cache.router import find_controller, is_running, nodes_of
 from tests.builders import CHUNK_SIZE
+from tests.cluster import probes
 from tests.cluster.children import make_rows
-from tests.processes import run_python
+from tests.processes import run_python, wait_until
 
 CONFIG = "chunk_size: 4\nmax_hidden_state_cpu_size: 0.015625\n"
 
@@ -54,14 +59,29 @@ def test_the_life_of_a_service(address: str, name: str, tmp_path: Path) -> None:
     assert cache is not None
     cache.store(range(8), {0: make_rows(8, 1)})
     assert cache.retrieve(range(8), 0).num_tokens == 8
+    controller = find_controller(name)
+    wait_until(lambda: ray.get(controller.stats.remote()).num_keys == 2, "the controller knows the chunks")
     status, table = commands(("status", *there, "--json"), ("status", *there))
     assert status.returncode == 0
     (node,) = reply(status)["nodes"]
     assert (node["node_id"], node["hits_total"], node["store"]["num_chunks"]) == (node_id, 1, 2)
+    assert reply(status)["controller"] == {"nodes": [node_id], "num_keys": 2, "locates_total": 0}
     assert table.returncode == 0
     assert name in table.stdout
     assert node_id[:12] in table.stdout
     assert "100%" in table.stdout
+    assert table.stdout.endswith("The controller knows 2 chunks on 1 node, and was asked 0 times.\n")
+
+    pid = ray.get(controller.__ray_call__.remote(probes.pid_of))
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        status, table = commands(("status", *there, "--json"), ("status", *there))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert (status.returncode, reply(status)["controller"]) == (1, {"error": "no answer"})
+    assert [node["node_id"] for node in reply(status)["nodes"]] == [node_id]
+    assert table.returncode == 1
+    assert "The controller doesn't answer" in table.stdout
 
     stopped = command("stop", *there)
     assert (stopped.returncode, stopped.stdout) == (0, f"Service '{name}' stopped on 1 node.\n")
@@ -73,8 +93,31 @@ def test_without_a_service(address: str, name: str) -> None:
     status, script, stopped = commands(("status", *there), ("status", *there, "--json"), ("stop", *there, "--json"))
     assert (status.returncode, status.stderr) == (1, "")
     assert status.stdout.startswith(f"No service named '{name}' runs in this cluster")
-    assert (script.returncode, reply(script)) == (1, {"service": name, "nodes": []})
+    assert (script.returncode, reply(script)) == (1, {"service": name, "controller": None, "nodes": []})
     assert (stopped.returncode, reply(stopped)) == (0, {"service": name, "stopped": 0})
+
+
+def test_a_service_that_waits_for_its_first_node(address: str, name: str) -> None:
+    there = ("--address", address, "--service", name)
+    started = command("start", *there, "--config", "-", given=CONFIG + "node_selector: gpu\n")
+    assert (started.returncode, started.stderr) == (0, "")
+    assert started.stdout == (
+        f"Service '{name}' runs, but no node matches its node_selector (\"gpu\") yet; "
+        "each one that joins and does gets a pool.\n"
+    )
+    status, script = commands(("status", *there), ("status", *there, "--json"))
+    assert (status.returncode, status.stderr) == (1, "")
+    assert status.stdout == (
+        f"Service '{name}' runs, but no node carries it yet.\n"
+        "The controller knows 0 chunks on 0 nodes, and was asked 0 times.\n"
+    )
+    nothing_yet = {"nodes": [], "num_keys": 0, "locates_total": 0}
+    assert reply(script) == {"service": name, "controller": nothing_yet, "nodes": []}
+    with pytest.raises(ServiceNotRunningError, match="has no node yet: none that joined matches its node_selector"):
+        hs_cache.connect(service=name)
+    stopped = command("stop", *there)
+    assert (stopped.returncode, stopped.stdout) == (0, f"Service '{name}' stopped on 0 nodes.\n")
+    assert not is_running(name)
 
 
 def test_errors_are_one_sentence_or_json(address: str, name: str, tmp_path: Path) -> None:

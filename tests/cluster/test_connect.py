@@ -67,7 +67,7 @@ def test_wrong_settings_are_refused_before_anything_starts(connect: Connect, nam
     path.write_text("chunk_sise: 4\n")
     with pytest.raises(ConfigError, match=r"unknown key 'chunk_sise' in .*cache.yaml; did you mean 'chunk_size'\?"):
         connect(path, service=name)
-    with pytest.raises(InvalidInputError, match="service: got 'a b', expected letters"):
+    with pytest.raises(InvalidInputError, match="service: got 'a b', expected up to 64 letters"):
         connect(service="a b")
     with pytest.raises(InvalidInputError, match="model: got"):
         connect(service=name, model=7)
@@ -140,9 +140,8 @@ def test_a_service_that_stops_and_starts_again(
         assert cache.store(range(4), {0: make_rows(4, 1)}).failed == 1
         assert not cache.kv.report_stored(range(4))
         assert cache.stats().node is None
-    assert [record.message for record in caplog.records if "can't be reached" in record.message] == [
-        record.message for record in caplog.records
-    ][:1]
+    troubles = [record.message.split(" can't be reached ")[0] for record in caplog.records]
+    assert sorted(troubles) in (["the cache"], ["the cache", "the directory"])  # each once
     assert cache.stats().unreachable_total >= 3
     with pytest.raises(ServiceError):
         strict.retrieve(range(12), 0)
@@ -169,9 +168,9 @@ def test_another_chunk_size_after_a_restart_is_an_error(connect: Connect, name: 
     cache = connect(service=name)
     deploy.stop(service=name)
     deploy.start(CacheConfig(**{**SETTINGS, "chunk_size": 8}), service=name)
-    assert cache.retrieve(range(12), 0).ended_by == "unreachable"
     with pytest.raises(ConfigMismatchError, match="connect again"):
-        cache.retrieve(range(12), 0)
+        for _ in range(2):  # the first call may be the one that finds out that the actor it knew is gone
+            assert cache.retrieve(range(12), 0).ended_by == "unreachable"
     assert connect(service=name).chunk_size == 8
 
 

@@ -92,6 +92,34 @@ def test_the_longest_unreported_are_forgotten_first_and_become_unknown() -> None
     assert list(index.presence(blob("abcd"))) == [ABSENT, UNKNOWN, PRESENT, PRESENT]
 
 
+def test_what_is_asked_for_again_and_again_is_never_forgotten() -> None:
+    capacity = 40
+    index = make_index(capacity=capacity)
+    hot = blob("abcd")
+    index.note_stored(hot)
+    for first in range(0, 10 * capacity, 8):
+        index.note_stored(b"".join((first + i).to_bytes(16, "big") for i in range(8)))
+        assert list(index.presence(hot)) == [PRESENT] * 4, f"after {first + 8} other chunks"
+    assert index.stats().present == capacity
+
+
+@pytest.mark.parametrize("forgotten", range(5))
+def test_of_what_was_asked_for_the_tail_is_forgotten_first(forgotten: int) -> None:
+    index = make_index(capacity=6)
+    index.note_stored(blob("abcd"))
+    index.note_stored(blob("xy"))
+    assert index.presence(blob("abcd")) == bytes([PRESENT] * 4)
+    index.note_stored(blob("123456"[: 2 + forgotten]))  # two of these take the places of x and y
+    assert list(index.presence(blob("abcd"))) == [PRESENT] * (4 - forgotten) + [UNKNOWN] * forgotten
+
+
+def test_asking_lists_nothing() -> None:
+    index = make_index(capacity=2)
+    index.report_stored(blob("ab"))
+    assert list(index.presence(blob("cdab"))) == [UNKNOWN, UNKNOWN, PRESENT, PRESENT]
+    assert (index.stats().present, index.stats().unknown) == (2, 0)
+
+
 def test_after_forgetting_nothing_unlisted_is_called_absent() -> None:
     index = make_index(capacity=2)
     index.clear()

@@ -1,5 +1,6 @@
 """Leases end when the last of what stands on the pool is gone, not before, and the node hears of it."""
 
+import errno
 import gc
 import random
 import sys
@@ -14,6 +15,7 @@ import torch
 from hs_cache import leases
 from hs_cache.errors import ServiceError
 from hs_cache.leases import ClientProcess, Releaser, this_process
+from hs_cache.messages import PoolAddress
 from tests.builders import make_tokens
 from tests.direct import DirectCache, DirectPeer, Node, make_rows, poll, run_script
 
@@ -108,7 +110,7 @@ def test_collecting_results_and_operations_inside_our_own_locks_blocks_nobody() 
     cache.put(TOKENS)
 
     def abandoned_halfway() -> Any:
-        steps = cache.session.retrieve(TOKENS, 0, 0, None, torch.float32, None, ())
+        steps = cache.session.retrieve(TOKENS, 0, 0, None, torch.float32, None, (), 0)
         steps.send(cache.result(next(steps)))  # leased, and about to copy
         return steps
 
@@ -131,26 +133,36 @@ def test_collecting_results_and_operations_inside_our_own_locks_blocks_nobody() 
     node.settled()
 
 
+class Client:
+    """Keeps whose end it was told of."""
+
+    def __init__(self) -> None:
+        self.dropped: list[bytes] = []
+
+    def drop_incarnation(self, incarnation: bytes) -> None:
+        self.dropped.append(incarnation)
+
+
 def recorder(sent: list[tuple[str, int]], name: str) -> Callable[[Sequence[int]], None]:
     return lambda ids: sent.extend((name, number) for number in ids)
 
 
 def test_ids_go_once_to_the_node_of_their_incarnation() -> None:
     releaser, sent = Releaser(), list[tuple[str, int]]()
-    releaser.connect(OLD, recorder(sent, "old"))
-    releaser.connect(NEW, recorder(sent, "new"))
+    releaser.connect(OLD, recorder(sent, "old"), None, Client())
+    releaser.connect(NEW, recorder(sent, "new"), None, Client())
     for number in range(50):
         releaser.end(OLD if number % 2 else NEW, [number])
     poll(lambda: len(sent) == 50, "the thread has handed all over")
-    assert releaser.flush()
+    releaser.flush()
     assert sorted(sent) == sorted(("old" if number % 2 else "new", number) for number in range(50))
 
 
 def test_what_a_request_took_along_is_not_sent_unless_it_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "_FLUSH_PERIOD_S", 3600)
     releaser, sent = Releaser(), list[tuple[str, int]]()
-    releaser.connect(OLD, recorder(sent, "old"))
-    releaser.connect(NEW, recorder(sent, "new"))
+    releaser.connect(OLD, recorder(sent, "old"), None, Client())
+    releaser.connect(NEW, recorder(sent, "new"), None, Client())
     releaser.end(NEW, [0])
     poll(releaser._ends.empty, "the thread has work")
     poll(lambda: releaser.take(NEW) == (0,), "the thread waits for more, for an hour")
@@ -159,16 +171,15 @@ def test_what_a_request_took_along_is_not_sent_unless_it_is_given_back(monkeypat
     taken = releaser.take(OLD)
     assert taken == (1, 2)
     assert releaser.take(OLD) == ()
-    assert releaser.flush()
+    releaser.flush()
     assert sent == [("new", 3)]
     releaser.end(OLD, taken)
-    assert releaser.flush()
+    releaser.flush()
     assert sent == [("new", 3), ("old", 1), ("old", 2)]
 
 
-def test_a_node_that_cannot_be_told_is_told_later_and_keeps_no_other_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases, "_RETRY_PERIOD_S", 0.01)
-    releaser, sent, failures = Releaser(), list[tuple[str, int]](), [None] * 5
+def test_a_node_that_cannot_be_told_is_told_later_and_keeps_no_other_waiting() -> None:
+    releaser, sent, failures = Releaser(), list[tuple[str, int]](), [None] * 2
 
     def failing(ids: Sequence[int]) -> None:
         if failures:
@@ -176,13 +187,170 @@ def test_a_node_that_cannot_be_told_is_told_later_and_keeps_no_other_waiting(mon
             raise ServiceError("not now")
         recorder(sent, "old")(ids)
 
-    releaser.connect(OLD, failing)
-    releaser.connect(NEW, recorder(sent, "new"))
+    releaser.connect(OLD, failing, None, Client())
+    releaser.connect(NEW, recorder(sent, "new"), None, Client())
     releaser.end(OLD, [1])
     releaser.end(NEW, [2])
-    poll(lambda: len(sent) == 2, "both have been told")
-    assert sent == [("new", 2), ("old", 1)]
-    assert not failures
+    poll(lambda: sent == [("new", 2)], "the other one is told")
+    for left in (1, 0):
+        poll(lambda left=left: len(failures) == left, "it was tried")  # type: ignore[misc]
+        releaser.end(OLD, [3 - left])
+    poll(lambda: len(sent) == 4, "all are told, with what ends next")
+    assert sorted(sent[1:]) == [("old", 1), ("old", 2), ("old", 3)]
+    # Or a request to that node takes them along.
+    failures.append(None)
+    releaser.end(OLD, [4])
+    poll(lambda: not failures, "it was tried")
+    poll(lambda: releaser.take(OLD) == (4,), "they go with the next request")
+
+
+class Machine:
+    """Which processes run, for the owners' sake; `looks` counts how often it was asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.running = {1, 2}
+        self.error: OSError | None = None
+        self.looks = 0
+        monkeypatch.setattr(leases, "_OWNER_PERIOD_S", 0.01)
+        monkeypatch.setattr(leases, "_FLUSH_PERIOD_S", 0.0)
+        monkeypatch.setattr(leases, "process_alive", self.process_alive)
+
+    def process_alive(self, pid: int, start_time: int) -> bool:
+        self.looks += 1
+        if self.error is not None:
+            raise self.error
+        return pid in self.running
+
+    def wait_for_looks(self) -> None:
+        """The thread has been through everything that it had to do, several times."""
+        enough = self.looks + 6
+        poll(lambda: self.looks >= enough, "the thread looks after the owners")
+
+
+def owner(pid: int, incarnation: bytes) -> PoolAddress:
+    return PoolAddress(pid, 0, 0, incarnation, 0)
+
+
+def test_a_pool_whose_owner_is_gone_is_let_go_of_without_any_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, releaser, sent = Machine(monkeypatch), Releaser(), list[tuple[str, int]]()
+    first, second, other = Client(), Client(), Client()
+    releaser.connect(OLD, recorder(sent, "old"), owner(1, OLD), first)
+    releaser.connect(OLD, recorder(sent, "old"), owner(1, OLD), second)
+    releaser.connect(NEW, recorder(sent, "new"), owner(2, NEW), other)
+    machine.wait_for_looks()
+    assert first.dropped == second.dropped == []
+    machine.running.remove(1)
+    poll(lambda: first.dropped == second.dropped == [OLD], "every client that had it is told")
+    releaser.end(OLD, [1])
+    releaser.end(NEW, [2])
+    poll(lambda: sent == [("new", 2)], "the owner that is there is told")
+    machine.wait_for_looks()
+    assert first.dropped == second.dropped == [OLD], "once"
+    assert other.dropped == []
+
+
+def test_clients_that_are_gone_are_not_kept_for_the_end_of_their_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, releaser = Machine(monkeypatch), Releaser()
+    stays, goes = Client(), Client()
+    alive = weakref.ref(goes)
+    for client in (stays, goes):
+        releaser.connect(OLD, recorder([], "old"), owner(1, OLD), client)
+    machine.wait_for_looks()
+    del client, goes
+    poll(lambda: alive() is None, "nothing keeps it")
+    machine.running.remove(1)
+    poll(lambda: stays.dropped == [OLD], "the other one is told")
+
+
+def test_nothing_is_kept_for_an_owner_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, releaser, old, new = Machine(monkeypatch), Releaser(), Client(), Client()
+    tried: list[Sequence[int]] = []
+
+    def failing(ids: Sequence[int]) -> None:
+        tried.append(tuple(ids))
+        raise ServiceError("the actor is dead")
+
+    releaser.connect(OLD, failing, owner(1, OLD), old)
+    releaser.connect(NEW, recorder([], "new"), owner(2, NEW), new)
+    releaser.end(OLD, [1])
+    poll(lambda: tried == [(1,)], "it was tried")
+    machine.wait_for_looks()
+    machine.running.remove(1)
+    poll(lambda: old.dropped == [OLD], "the owner is missed")
+    assert releaser.take(OLD) == (), "what had ended there is forgotten"
+    releaser.end(OLD, [2])
+    machine.wait_for_looks()
+    releaser.flush()
+    assert tried == [(1,)], "and whom to tell"
+    machine.running.remove(2)
+    poll(lambda: new.dropped == [NEW], "the thread looks after the others as before")
+
+
+def test_an_owner_is_missed_however_many_leases_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, releaser, idle = Machine(monkeypatch), Releaser(), Client()
+    busy = [True]
+
+    def send(ids: Sequence[int]) -> None:
+        if busy:
+            releaser.end(NEW, [ids[0] + 1])  # there is always another one
+
+    releaser.connect(OLD, recorder([], "old"), owner(1, OLD), idle)
+    releaser.connect(NEW, send, None, Client())
+    machine.running.remove(1)
+    releaser.end(NEW, [0])
+    try:
+        poll(lambda: idle.dropped == [OLD], "the owner is missed")
+    finally:
+        busy.clear()
+
+
+def test_an_owner_that_cannot_be_looked_at_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, releaser, client = Machine(monkeypatch), Releaser(), Client()
+    sent: list[tuple[str, int]] = []
+    machine.error = OSError(errno.EMFILE, "too many open files")
+    releaser.connect(OLD, recorder(sent, "old"), owner(1, OLD), client)
+    machine.wait_for_looks()
+    releaser.end(OLD, [1])
+    poll(lambda: sent == [("old", 1)], "the thread goes on")
+    assert client.dropped == []
+    machine.running.remove(1)
+    machine.error = None
+    poll(lambda: client.dropped == [OLD], "the owner is missed")
+
+
+def test_an_owner_without_an_address_is_not_looked_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, releaser, sent = Machine(monkeypatch), Releaser(), list[tuple[str, int]]()
+    far, near = Client(), Client()
+    machine.running.clear()
+    releaser.connect(OLD, recorder(sent, "old"), None, far)
+    releaser.connect(NEW, recorder(sent, "new"), owner(2, NEW), near)
+    poll(lambda: near.dropped == [NEW], "the other one is missed")
+    releaser.end(OLD, [1])
+    poll(lambda: sent == [("old", 1)], "the thread goes on")
+    assert far.dropped == []
+
+
+def test_a_sender_that_fails_is_not_tried_again_until_more_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, releaser, sent = Machine(monkeypatch), Releaser(), list[tuple[str, int]]()
+    tried: list[tuple[int, ...]] = []
+
+    def failing(ids: Sequence[int]) -> None:
+        tried.append(tuple(ids))
+        raise ServiceError("not in this cluster")
+
+    releaser.connect(OLD, failing, owner(1, OLD), Client())
+    releaser.connect(NEW, recorder(sent, "new"), owner(2, NEW), Client())
+    releaser.end(OLD, [1])
+    poll(lambda: tried == [(1,)], "it was tried")
+    machine.wait_for_looks()
+    assert tried == [(1,)], "the thread doesn't spin"
+    releaser.end(NEW, [7])
+    poll(lambda: sent == [("new", 7)], "and has not ended")
+    machine.wait_for_looks()
+    assert set(tried) == {(1,)}
+    assert len(tried) <= 2
+    assert releaser.take(OLD) == (1,), "the next request takes them along"
+    assert releaser.take(OLD) == ()
 
 
 def test_ids_are_never_given_twice() -> None:

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from hs_cache import machine
 from hs_cache.errors import PoolError, PoolTooLargeError
 from hs_cache.machine import (
     DEFAULT_MARGIN_BYTES,
     MemoryHeadroom,
     memory_headroom,
+    own_start_time,
     process_alive,
     process_start_time,
     require_headroom,
@@ -60,6 +62,45 @@ def test_start_time_of_a_process_with_a_misleading_name(tmp_path: Path) -> None:
     first, odd, last = started
     assert first is not None and odd is not None and last is not None
     assert first <= odd <= last
+
+
+def show_process(proc: Path, pid: int, start_time: int, state: str = "S") -> None:
+    (proc / str(pid)).mkdir(parents=True)
+    fields = [state, *map(str, range(4, 22)), str(start_time), "23", "24"]
+    (proc / str(pid) / "stat").write_text(f"{pid} (some (odd) name) {' '.join(fields)}\n")
+
+
+@pytest.fixture
+def fake_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    proc = tmp_path / "proc"
+    proc.mkdir()
+    monkeypatch.setattr(machine, "_PROC", proc)
+    return proc
+
+
+def test_own_start_time_is_what_others_see() -> None:
+    assert own_start_time() == process_start_time(os.getpid()) is not None
+
+
+def test_own_start_time_where_proc_shows_this_process(fake_proc: Path) -> None:
+    show_process(fake_proc, os.getpid(), 4711)
+    (fake_proc / "self").symlink_to(str(os.getpid()))
+    assert own_start_time() == 4711
+
+
+@pytest.mark.parametrize("seen", [1, os.getpid() + 1])
+def test_a_proc_of_another_pid_namespace_tells_no_start_time(fake_proc: Path, seen: int) -> None:
+    show_process(fake_proc, os.getpid(), 4711)  # whoever has that pid there
+    show_process(fake_proc, seen, 4712)
+    (fake_proc / "self").symlink_to(str(seen))
+    assert own_start_time() is None
+
+
+def test_without_a_proc_of_ones_own_there_is_no_start_time(fake_proc: Path) -> None:
+    show_process(fake_proc, os.getpid(), 4711)
+    assert own_start_time() is None
+    (fake_proc / "self").mkdir()
+    assert own_start_time() is None
 
 
 # How much memory there is

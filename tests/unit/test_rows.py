@@ -130,6 +130,30 @@ def test_checking_copies_nothing_that_torch_can_view() -> None:
     assert check_rows("rows", array[:, ::2], 6).data_ptr() == array.ctypes.data
 
 
+def nested(layout: torch.layout) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested tensors warn that they may change
+        return torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(6, 8)], layout=layout)
+
+
+WITHOUT_PLAIN_MEMORY = {
+    "nested, of a dense layout": lambda: nested(torch.strided),
+    "nested, jagged": lambda: nested(torch.jagged),
+    "sparse": lambda: torch.eye(8).to_sparse(),
+    "sparse by rows": lambda: torch.eye(8).to_sparse_csr(),
+    "meta": lambda: torch.ones(8, 8, device="meta"),
+}
+
+
+@pytest.mark.parametrize("make", WITHOUT_PLAIN_MEMORY.values(), ids=WITHOUT_PLAIN_MEMORY)
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
+def test_tensors_without_plain_memory_are_refused(make: Any) -> None:
+    with pytest.raises(
+        InvalidInputError, match=r"hidden_states of layer 3: got a sparse, nested, .*expected a dense one"
+    ):
+        check_rows("hidden_states of layer 3", make(), 8)
+
+
 def test_no_rows_are_rows_too() -> None:
     assert check_rows("rows", torch.empty(0, 8), 0).shape == (0, 8)
     assert check_rows("rows", np.empty((0, 8), np.float16), 0).shape == (0, 8)

@@ -471,12 +471,13 @@ def test_a_request_that_contradicts_itself_is_refused(changes: dict[str, Any]) -
 @pytest.mark.parametrize("layers", [(0,), (0, 1)])
 def test_rows_come_and_go_without_the_pool_as_they_do_with_it(layers: tuple[int, ...]) -> None:
     node = Node()
-    rows = {layer: make_rows(TOKENS, layer, hidden_dim=HIDDEN_DIM * (layer + 1)) for layer in layers}
-    specs = tuple(LayerSpec(layer, rows[layer].shape[1], "bfloat16") for layer in layers)
-    flat = flatten(rows.values())
+    given = {layer: make_rows(TOKENS, layer, hidden_dim=HIDDEN_DIM * (layer + 1)) for layer in layers}
+    specs = tuple(LayerSpec(layer, given[layer].shape[1], "bfloat16") for layer in layers)
+    flat = flatten(given.values())
     reply = node.server.store_rows(reserve_request(node, specs=specs), flat)
     assert (reply.stored, reply.present, reply.failed, reply.prefix_tokens) == (3, 0, 0, 12)
-    with node.server.lease_rows(lease_request(node, layers=layers)) as (found, back):
+    with node.server.lease_rows(lease_request(node, layers=layers)) as (found, rows):
+        back = rows()
         assert (found.num_tokens, found.specs) == (12, specs)
         assert back is not None
         assert back.tobytes() == flat.tobytes()
@@ -484,17 +485,19 @@ def test_rows_come_and_go_without_the_pool_as_they_do_with_it(layers: tuple[int,
     assert node.settled().num_chunks == 3
     # The first chunk is there: only the others are sent and written.
     node.server.drop_key(reserve_request(node).keys[32:])
-    rest = flatten([given[4:] for given in rows.values()])
+    rest = flatten([part[4:] for part in given.values()])
     reply = node.server.store_rows(reserve_request(node, specs=specs, first_chunk=1), rest)
     assert (reply.stored, reply.present, reply.prefix_tokens) == (1, 1, 12)
-    with node.server.lease_rows(lease_request(node, layers=layers)) as (_, back):
+    with node.server.lease_rows(lease_request(node, layers=layers)) as (_, rows):
+        back = rows()
         assert back is not None
         assert back.tobytes() == flat.tobytes()
 
 
 def test_a_miss_without_the_pool_has_no_rows() -> None:
     node = Node()
-    with node.server.lease_rows(lease_request(node)) as (reply, flat):
+    with node.server.lease_rows(lease_request(node)) as (reply, rows):
+        flat = rows()
         assert (reply.num_tokens, reply.ended_by, flat) == (0, "hidden_state", None)
     node.settled()
 
@@ -571,8 +574,8 @@ def test_plain_calls_that_fail_halfway_hold_nothing(monkeypatch: pytest.MonkeyPa
         node.server.retrieve_hidden_states(TOKENS)
     with pytest.raises(MemoryError):
         node.server.store_rows(reserve_request(node, 0, make_tokens("xyz")), np.zeros(192, np.uint8))
-    with pytest.raises(MemoryError), node.server.lease_rows(lease_request(node)):
-        raise AssertionError("not reached")
+    with pytest.raises(MemoryError), node.server.lease_rows(lease_request(node)) as (_, rows):
+        rows()
     assert node.settled() == before
 
 
@@ -605,7 +608,8 @@ def test_two_writers_of_the_same_prompt_give_one_content() -> None:
 def test_closing_ends_the_pool_and_not_what_is_held_of_it() -> None:
     node = Node()
     put(node.server)
-    with node.server.lease_rows(lease_request(node)) as (_, flat):
+    with node.server.lease_rows(lease_request(node)) as (_, rows):
+        flat = rows()
         assert flat is not None
         node.server.close()
         node.server.close()
@@ -624,3 +628,12 @@ def test_statistics() -> None:
     assert (stats.tokens_asked_total, stats.tokens_served_total) == (20, 12)
     assert (stats.node_id, stats.pid, stats.kv_source) == (node.name, os.getpid(), "reports")
     assert stats.incarnation == node.pool.incarnation.hex()
+
+
+def test_statistics_of_a_lease_from_the_middle_on_count_what_was_asked_for() -> None:
+    node = Node()
+    put(node.server)
+    with node.server.lease_rows(lease_request(node, tokens=make_tokens("abcd"), first_chunk=1)) as (reply, _):
+        assert (reply.num_tokens, reply.ended_by, reply.alone) == (8, "hidden_state", True)
+    stats = node.server.stats()
+    assert (stats.tokens_asked_total, stats.tokens_served_total) == (12, 8)

@@ -3,12 +3,14 @@
 import random
 import sys
 import threading
+from collections.abc import Sequence
 
 import pytest
 
 from hs_cache.errors import InvalidInputError, StaleIncarnationError
+from hs_cache.extents import Extent
 from hs_cache.kv_presence import Presence
-from hs_cache.messages import Run
+from hs_cache.messages import Run, split_keys
 from hs_cache.store import Committed, Granted, HiddenStateStore, Reserved
 from tests.builders import (
     CHUNK_SIZE,
@@ -142,6 +144,47 @@ def test_a_chunk_dropped_between_lease_and_settle_ends_the_prefix() -> None:
     assert (granted.num_tokens, granted.ended_by) == (4, "hidden_state")
     store.check()
     assert (slots(store, "stranded"), slots(store, "free")) == (0, 2)
+
+
+@pytest.mark.parametrize("stored_again", ["abc", "ab", "abx"])
+def test_an_absence_from_before_a_store_ends_the_prefix_and_drops_nothing(stored_again: str) -> None:
+    store = make_store(8)
+    put(store, "abc")
+    store.lease((OWNER, 1), make_keys("abc"), (0,))
+    assert put(store, stored_again).present >= 2, "the KV of b has been written anew while it was being asked for"
+    granted = store.settle((OWNER, 1), [PRESENT, ABSENT, PRESENT])
+    assert (granted.num_tokens, granted.ended_by) == (4, "kv_absent")
+    assert coverage(store, "abc") == "abc"
+    assert store.stats().kv_dropped_chunks_total == 0
+    store.check()
+    store.release(OWNER, [1])
+    assert lease(store, (OWNER, 2), "abc", presence=[PRESENT, ABSENT, PRESENT]).ended_by == "kv_absent"
+    assert coverage(store, "abc") == "a.c", "what is said of the chunk now counts"
+    assert store.stats().kv_dropped_chunks_total == 1
+    store.check()
+
+
+def test_an_absence_counts_for_chunks_that_the_store_meanwhile_did_not_name() -> None:
+    store = make_store(8)
+    put(store, "abc")
+    store.lease((OWNER, 1), make_keys("abc"), (0,))
+    put(store, "ab")
+    put(store, "xyz")
+    assert store.settle((OWNER, 1), [PRESENT, PRESENT, ABSENT]).ended_by == "kv_absent"
+    assert coverage(store, "abc") == "ab."
+    store.check()
+
+
+def test_a_reservation_under_way_does_not_outlive_an_absence_but_its_commit_does() -> None:
+    store = make_store(8)
+    put(store, "ab")
+    reserve(store, (b"writer", 1), "ab", BOTH[1])
+    lease(store, (OWNER, 1), "ab", presence=[PRESENT, ABSENT])
+    assert coverage(store, "ab") == "a.", "only a commit says that the KV is there"
+    store.check()
+    assert store.commit((b"writer", 1)).stored == 2
+    assert (coverage(store, "ab", 0), coverage(store, "ab", 1)) == ("a.", "ab")
+    store.check()
 
 
 def test_pressure_takes_tails_in_exact_order() -> None:
@@ -466,6 +509,34 @@ def test_aborting_a_reservation_gives_its_memory_back() -> None:
     store.check()
 
 
+@pytest.mark.parametrize("calls_that_work", [0, 1])
+def test_a_reserve_that_fails_halfway_leaves_nothing_held(
+    calls_that_work: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store(8)
+    put(store, "ab")
+    before = store.stats()
+    allocator = store._table._allocator
+    genuine, calls = allocator.allocate_run, list[None]()
+
+    def allocate_run(sizes: Sequence[int], *, after: int | None = None) -> list[Extent] | None:
+        calls.append(None)
+        if len(calls) > calls_that_work:
+            raise MemoryError("no room for the index itself")
+        return genuine(sizes, after=after)
+
+    monkeypatch.setattr(allocator, "allocate_run", allocate_run)
+    with pytest.raises(MemoryError):
+        reserve(store, (OWNER, 1), "abcd", *BOTH)
+    monkeypatch.undo()
+    store.release(OWNER, [1])  # as a client does after any error
+    store.check()
+    assert store.stats() == before
+    assert put(store, "12345678") == Committed(stored=8, present=0, failed=0, prefix_tokens=32), "a and b can go"
+    assert put(store, "x", make_spec(1, slots=2)).stored == 1, "no use of layer 1 is left behind"
+    store.check()
+
+
 def test_a_release_that_arrives_first_refuses_the_grant_once() -> None:
     store = make_store(4)
     put(store, "ab")
@@ -637,6 +708,116 @@ def test_a_head_without_this_layer_is_a_hole_for_it() -> None:
     assert coverage(store, "xy") == "xy"
     assert put(store, "abc", BOTH[0], first_chunk=2) == Committed(stored=1, present=0, failed=0, prefix_tokens=12)
     assert coverage(store, "xy") == "x."
+
+
+# Where a prefix may begin on another node
+
+
+def make_headless_store(slots: int) -> HiddenStateStore:
+    store = make_store(slots)
+    store.set_alone(False)
+    return store
+
+
+def test_rows_in_the_middle_of_a_prefix_get_room_like_others_where_its_head_may_be_elsewhere() -> None:
+    store = make_headless_store(4)
+    put(store, "xy")
+    assert put(store, "abcdef", first_chunk=3) == Committed(stored=3, present=0, failed=0, prefix_tokens=0)
+    assert (coverage(store, "abcdef"), coverage(store, "xy")) == ("...def", "x.")
+    store.check()
+    assert put(store, "abcdefgh", first_chunk=3) == Committed(stored=1, present=3, failed=1, prefix_tokens=0)
+    assert (coverage(store, "abcdefgh"), coverage(store, "xy")) == ("...defg.", "..")
+    store.check()
+
+
+@pytest.mark.parametrize(("alone", "order"), [(True, "fedcyx"), (False, "yxfedc")])
+def test_they_are_cold_only_where_nobody_could_have_the_head(alone: bool, order: str) -> None:
+    store = make_store(6)
+    store.set_alone(alone)
+    put(store, "xy")
+    put(store, "abcdef", first_chunk=2)
+    store.check()
+    assert evict_one_by_one(store, ["xy", "abcdef"], 6) == order
+
+
+def test_several_runs_of_a_prefix_are_warmed_heads_last() -> None:
+    store = make_headless_store(8)
+    put(store, "abcdefgh")
+    for position in (0, 3, 6):
+        store.drop(make_keys("abcdefgh")[position])
+    put(store, "xyz")
+    store.check()
+    put(store, "abcdefgh"[:1], first_chunk=1)  # touches nothing
+    put(store, "abcdefgh", first_chunk=8)  # there as far as it goes, and now in use
+    store.check()
+    assert evict_one_by_one(store, ["abcdefgh", "xyz"], 8) == "zyxhfecb"
+
+
+def test_a_read_of_the_middle_of_a_prefix_warms_it_and_what_it_continues() -> None:
+    store = make_headless_store(8)
+    put(store, "abcd")
+    put(store, "pqrs", first_chunk=2)
+    put(store, "xy")
+    granted = lease(store, (OWNER, 1), "pqrstu", first_chunk=2)
+    assert (granted.num_tokens, granted.runs, granted.ended_by) == (
+        8,
+        (Run(0, 8, 8, 4 * SLOT_BYTES),),
+        "hidden_state",
+    )
+    granted = lease(store, (OWNER, 2), "abcd", first_chunk=2)
+    assert (granted.num_tokens, granted.runs, granted.ended_by) == (8, (Run(0, 8, 8, 2 * SLOT_BYTES),), "")
+    store.check()
+    store.release(OWNER, [1, 2])
+    assert evict_one_by_one(store, ["abcd", "pqrs", "xy"], 8) == "yxsrdcba"
+
+
+def test_a_run_that_begins_at_its_own_end_or_at_a_hole_is_none() -> None:
+    store = make_headless_store(8)
+    put(store, "abcd", first_chunk=2)
+    for first_chunk in (0, 1, 4):
+        assert lease(store, (OWNER, first_chunk), "abcd", first_chunk=first_chunk) == NOTHING
+    assert store.stats().num_leases == 0
+
+
+def test_kv_that_is_absent_in_the_middle_of_a_run() -> None:
+    store = make_headless_store(8)
+    put(store, "abcdef", first_chunk=2)
+    granted = lease(store, (OWNER, 1), "abcdef", first_chunk=2, presence=[PRESENT, PRESENT, ABSENT, PRESENT])
+    assert (granted.num_tokens, granted.runs[0].start_token, granted.ended_by) == (8, 8, "kv_absent")
+    assert coverage(store, "abcdef") == "..cd.f"
+    store.check()
+
+
+def test_a_node_that_is_alone_again_keeps_its_order_sound() -> None:
+    store = make_headless_store(6)
+    put(store, "abcdef", first_chunk=2)
+    store.set_alone(True)
+    store.check()
+    assert put(store, "xyz").stored == 3
+    store.check()
+    assert coverage(store, "abcdef") == "..cde."
+    assert put(store, "pqrs", first_chunk=2).stored == 0, "there is no room, and nothing is evicted for these"
+    store.check()
+
+
+# What has changed
+
+
+def test_changes_over_a_snapshot_are_what_is_there() -> None:
+    store = make_store(4)
+    put(store, "ab")
+    assert sorted(split_keys(store.snapshot())) == sorted(make_keys("ab"))
+    assert store.take_changes() == {}
+    put(store, "xyz")
+    store.drop(make_keys("xy")[1])
+    put(store, "a", BOTH[1])  # another layer of what is there is none
+    a_, b = make_keys("ab")
+    x, y, z = make_keys("xyz")
+    assert store.take_changes() == {b: False, x: True, y: False, z: True}
+    assert store.take_changes() == {}
+    store.drop(z)
+    assert store.snapshot() == b"".join([a_, x])
+    assert store.take_changes() == {}
 
 
 def test_must_copy_above_the_leased_fraction() -> None:

@@ -4,6 +4,7 @@ The store may forget (a miss), it may never give other rows: those of another ch
 ones, or ones that are overwritten while somebody holds them.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from hs_cache.errors import StaleIncarnationError
 from hs_cache.kv_presence import Presence
-from hs_cache.messages import LayerSpec, Run
+from hs_cache.messages import LayerSpec, Run, split_keys
 from hs_cache.store import HoldId
 from tests.builders import CHUNK_SIZE, SLOT_BYTES, PoolMemory, make_keys, make_space, make_spec, make_store, make_tokens
 
@@ -29,6 +30,7 @@ PROMPTS = st.sampled_from(
     ]
 )
 LAYERS = st.sampled_from([(0,), (1,), (0, 1), (1, 0)])
+SKIPPED = st.sampled_from([0, 0, 0, 1, 2])
 OWNERS = st.sampled_from([b"x", b"y", b"z"])
 STATES = st.lists(st.sampled_from([Presence.PRESENT] * 8 + [Presence.ABSENT, Presence.UNKNOWN]), min_size=6, max_size=6)
 
@@ -60,10 +62,13 @@ class StoreMachine(RuleBasedStateMachine):
         self.next_id = 0
         self.writers: dict[HoldId, Writer] = {}
         self.readers: dict[HoldId, Reader] = {}
-        self.found: dict[HoldId, tuple[tuple[bytes, ...], tuple[int, ...]]] = {}
+        self.found: dict[HoldId, tuple[int, tuple[bytes, ...], tuple[int, ...], tuple[int, ...]]] = {}
+        self.confirmed: Counter[bytes] = Counter()  # commits that found a chunk there or made it
         self.held: dict[HoldId, set[bytes]] = {}  # less what was dropped: a chunk stored again later is another one
         self.content: dict[tuple[bytes, int], int] = {}  # what must be found, if anything is
         self.parents: dict[bytes, bytes | None] = {}
+        self.alone = True
+        self.published: set[bytes] = set()  # what whoever was told of every change takes to be there
 
     def new_hold(self, owner: bytes) -> HoldId:
         self.next_id += 1
@@ -80,7 +85,7 @@ class StoreMachine(RuleBasedStateMachine):
     def held_keys(self) -> set[bytes]:
         return set().union(*self.held.values())
 
-    @rule(target=holds, owner=OWNERS, tokens=PROMPTS, layers=LAYERS, skip=st.sampled_from([0, 0, 0, 1, 2]))
+    @rule(target=holds, owner=OWNERS, tokens=PROMPTS, layers=LAYERS, skip=SKIPPED)
     def reserve(self, owner: bytes, tokens: tuple[int, ...], layers: tuple[int, ...], skip: int) -> HoldId:
         hold, keys = self.new_hold(owner), self.keys_of(tokens)
         first_chunk = min(skip, len(keys))
@@ -112,6 +117,7 @@ class StoreMachine(RuleBasedStateMachine):
         kept = placed[-1] + 1 if placed else 0  # what is there already behind the last one placed may go for it
         assert not evicted & set(keys[:kept]), "a store does not evict the prefix that it is storing"
         servable = any(all((key, layer) in before for key in keys[:first_chunk]) for layer in layers)
+        servable |= not self.alone  # the head may be on another node
         assert not evicted or (placed and servable), "nothing is evicted for rows that are refused or behind a hole"
         self.held[hold] = {key for key in keys if (key, 0) in after or (key, 1) in after}
         for key, _ in after:
@@ -135,6 +141,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.forget([hold])
         after = self.there()
         assert before <= after
+        self.confirmed.update(key for key in keys[writer.first_chunk :] if {(key, 0), (key, 1)} & after)
         new = after - before
         mine = {(keys[chunk], layer) for chunk, layer in written}
         assert new <= mine
@@ -154,31 +161,39 @@ class StoreMachine(RuleBasedStateMachine):
         hold = self.reserve(b"x", tokens, layers, 0)
         self.commit(hold)
 
-    @rule(target=holds, owner=OWNERS, tokens=PROMPTS, layers=LAYERS)
-    def lease_at_once(self, owner: bytes, tokens: tuple[int, ...], layers: tuple[int, ...]) -> object:
-        hold = self.find(owner, tokens, layers)
+    @rule(target=holds, owner=OWNERS, tokens=PROMPTS, layers=LAYERS, skip=SKIPPED, hinted=st.booleans())
+    def lease_at_once(
+        self, owner: bytes, tokens: tuple[int, ...], layers: tuple[int, ...], skip: int, hinted: bool
+    ) -> object:
+        hold = self.find(owner, tokens, layers, skip, hinted)
         self.settle(hold, [Presence.PRESENT] * len(tokens))
         return hold
 
-    @rule(target=finding, owner=OWNERS, tokens=PROMPTS, layers=LAYERS)
-    def find(self, owner: bytes, tokens: tuple[int, ...], layers: tuple[int, ...]) -> HoldId:
+    @rule(target=finding, owner=OWNERS, tokens=PROMPTS, layers=LAYERS, skip=SKIPPED, hinted=st.booleans())
+    def find(self, owner: bytes, tokens: tuple[int, ...], layers: tuple[int, ...], skip: int, hinted: bool) -> HoldId:
         hold, keys = self.new_hold(owner), self.keys_of(tokens)
+        first = min(skip, len(keys))
         there = self.there()
-        run = [all((key, layer) in there for layer in layers) for key in keys]
-        found = self.store.lease(hold, keys, layers)
-        assert found.keys == tuple(keys[: run.index(False) if False in run else len(keys)])
+        run = [all((key, layer) in there for layer in layers) for key in keys[first:]]
+        found = self.store.lease(hold, keys, layers, first_chunk=first, hinted=hinted)
+        assert found.keys == tuple(keys[first:][: run.index(False) if False in run else len(keys)])
         if found.keys:
-            self.found[hold] = (found.keys, layers)
+            self.found[hold] = (first, found.keys, layers, tuple(self.confirmed[key] for key in found.keys))
             self.held[hold] = set(found.keys)
         return hold
 
     @rule(target=holds, hold=consumes(finding), states=STATES)
     def settle(self, hold: HoldId, states: list[Presence]) -> HoldId:
-        keys, layers = self.found.pop(hold, ((), ()))
+        first, keys, layers, confirmed = self.found.pop(hold, (0, (), (), ()))
         before = self.there()
         granted = self.store.settle(hold, states[: len(keys)])
         after = self.there()
-        absent = {key for key, state in zip(keys, states, strict=False) if state == Presence.ABSENT}
+        # What was stored while the KV side was being asked has KV again, whatever it says.
+        absent = {
+            key
+            for key, state, count in zip(keys, states, confirmed, strict=False)
+            if state == Presence.ABSENT and self.confirmed[key] == count
+        }
         dropped = {(key, layer) for key, layer in before if key in absent}
         assert before - after == dropped, "only what KV lacks is dropped"
         # A chunk that was dropped, or dropped and stored again, while the KV side was asked also ends the prefix.
@@ -186,7 +201,7 @@ class StoreMachine(RuleBasedStateMachine):
         chunks = -(-granted.num_tokens // CHUNK_SIZE)
         assert chunks <= present
         content = self.memory.read(granted.runs, granted.specs)
-        assert content == {(i, layer): self.content[keys[i], layer] for i in range(chunks) for layer in layers}
+        assert content == {(first + i, layer): self.content[keys[i], layer] for i in range(chunks) for layer in layers}
         self.forget_dropped(absent)
         if chunks:
             self.held[hold] &= set(keys[:chunks])
@@ -239,6 +254,26 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.there() == there - {(key, 0), (key, 1)}
         self.forget_dropped({key})
 
+    @rule(alone=st.booleans())
+    def set_alone(self, alone: bool) -> None:
+        self.store.set_alone(alone)
+        self.alone = alone
+
+    @rule()
+    def publish(self) -> None:
+        was_told = self.store.changed.is_set()
+        self.store.changed.clear()
+        changes = self.store.take_changes()
+        assert was_told or not changes, "a change that nobody is told of"
+        self.published |= {key for key, there in changes.items() if there}
+        self.published -= {key for key, there in changes.items() if not there}
+        assert self.published == {key for key, _ in self.there()}
+
+    @rule()
+    def publish_all(self) -> None:
+        self.published = set(split_keys(self.store.snapshot()))
+        assert self.published == {key for key, _ in self.there()}
+
     def forget_dropped(self, keys: set[bytes]) -> None:
         for held in self.held.values():
             held.difference_update(keys)
@@ -262,6 +297,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert stats.capacity_bytes == POOL_SLOTS * SLOT_BYTES
 
     def teardown(self) -> None:
+        self.publish()
         for owner in (b"x", b"y", b"z"):
             self.store.release_owner(owner)
         stats = self.store.stats()

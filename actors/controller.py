@@ -1,0 +1,205 @@
+"""The actor that keeps a service complete while nodes come and go, and knows where chunks are. Needs no torch.
+
+It holds nothing that it could not learn anew: Ray restarts it with its settings, and every node sends all of its keys
+when it finds out. While it is away, nodes serve what they have; only what is on other nodes isn't found.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Sequence, Set
+from typing import Any
+
+import ray
+from ray import cloudpickle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from actors.nodes import select_nodes
+from hs_cache.config import CacheConfig
+from hs_cache.directory import Directory, Membership, Segment
+from hs_cache.errors import HiddenStateCacheError, ServiceError, ServiceTimeoutError
+from hs_cache.messages import ControllerStatistics, LocationBatch, PublishReply
+from hs_cache.router import HIDDEN_STATES, KV, find_actor, nodes_of, translated
+
+logger = logging.getLogger(__name__)
+
+_PERIOD_S = 0.5
+_POLL_S = 0.02
+_SILENCE_S = 5.0
+"""A node that hasn't published for so long (it does every second) is not named to readers until it does again."""
+
+_RETRY_S = 10.0
+"""How long after a failure a node is tried again."""
+
+
+class CacheController:
+    """One per service, detached. Threaded: `publish` and `locate` go on while nodes are being watched.
+
+    Args:
+        service: name of the service.
+        config: its settings, with ``node_selector`` decided.
+        recipe: `actors.pair.create_pair`, pickled by value, so that this process need not load what it needs.
+    """
+
+    def __init__(self, service: str, config: CacheConfig, recipe: bytes) -> None:
+        self._service = service
+        self._config = config
+        self._recipe = recipe
+        self._lock = threading.Lock()
+        self._membership = Membership()
+        self._directory = Directory()
+        self._heard: dict[str, float] = {}
+        self._dead: frozenset[str] = frozenset()
+        self._num_carriers = 0
+        self._locates = 0
+        self._watching = threading.Lock()
+        self._creating: dict[str, Any] = {}
+        self._failed: dict[str, tuple[float, HiddenStateCacheError]] = {}
+        threading.Thread(target=self._watch, name="hs_cache-watch", daemon=True).start()
+
+    def config(self) -> CacheConfig:
+        """The settings of the service."""
+        return self._config
+
+    def publish(self, batch: LocationBatch) -> PublishReply:
+        """Take in what a node says of its chunks; see `hs_cache.publishing`."""
+        with self._lock:
+            if batch.node_id in self._dead:  # cut off from the cluster, and about to end
+                return PublishReply(True, self._num_nodes())
+            self._heard[batch.node_id] = time.monotonic()
+            self._membership.join(batch.node_id, batch.incarnation)
+            applied = True
+            if batch.whole:
+                self._directory.replace(batch.node_id, batch.incarnation, batch.number, batch.added)
+            else:
+                applied = self._directory.apply(
+                    batch.node_id, batch.incarnation, batch.number, batch.added, batch.removed
+                )
+            return PublishReply(applied, self._num_nodes())
+
+    def locate(self, keys: bytes, without: Sequence[str] = ()) -> tuple[Segment, ...]:
+        """Where the longest run of `keys` can be had, from the first on; a hint. See `hs_cache.directory.Directory`."""
+        with self._lock:
+            self._locates += 1
+            return self._directory.locate(keys, without=without)
+
+    def members(self) -> tuple[int, tuple[str, ...]]:
+        """Version of the membership, and the nodes that publish."""
+        with self._lock:
+            return self._membership.version, tuple(member.node_id for member in self._membership.members())
+
+    def stats(self) -> ControllerStatistics:
+        """A snapshot."""
+        with self._lock:
+            nodes = tuple(member.node_id for member in self._membership.members())
+            return ControllerStatistics(nodes, len(self._directory), self._locates)
+
+    def complete(self, timeout_s: float) -> list[str]:
+        """Bring every matching node's actors up. Blocks until they answer, at most `timeout_s`. Returns the nodes.
+
+        Raises:
+            ServiceTimeoutError: some don't answer in time.
+            HiddenStateCacheError: what went wrong on the first node where something did; the others are brought up.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._watching:
+            self._failed.clear()
+        while True:
+            with self._watching:
+                matching = self._reconcile()
+                missing = set(matching).difference(nodes_of(self._service)).union(self._creating)
+                failed = [error for node_id, (_, error) in self._failed.items() if node_id in matching]
+            if failed and not self._creating:
+                raise failed[0]
+            if missing.isdisjoint(matching):
+                return matching
+            if time.monotonic() > deadline:
+                raise ServiceTimeoutError(f"no actors after {timeout_s:.0f} s on: {', '.join(sorted(missing))}")
+            time.sleep(_POLL_S)
+
+    def _num_nodes(self) -> int:
+        # While the first nodes come, and after a restart, those that have published are too few.
+        return max(self._num_carriers, len(self._membership.members()))
+
+    def _watch(self) -> None:
+        trouble = ""
+        while True:
+            try:
+                with self._watching:
+                    self._reconcile()
+                trouble = ""
+            # If this thread ended, no node that joins would be served any more, and nothing would tell.
+            except Exception as error:
+                if str(error) != trouble:
+                    trouble = str(error)
+                    logger.warning("the nodes of the cluster could not be looked at: %s", trouble, exc_info=True)
+            time.sleep(_PERIOD_S)
+
+    def _reconcile(self) -> list[str]:
+        """One look at the cluster: create what is missing, forget what is gone. Returns the nodes that match."""
+        nodes = ray.nodes()  # type: ignore[no-untyped-call]
+        alive = {node["NodeID"] for node in nodes if node["Alive"]}
+        matching = select_nodes(self._config, nodes)
+        listed = {kind: set(nodes_of(self._service, kind)) for kind in (HIDDEN_STATES, KV)}
+        self._collect(alive)
+        now = time.monotonic()
+        for node_id in matching:
+            waiting = node_id in self._failed and now < self._failed[node_id][0] + _RETRY_S
+            if node_id not in listed[HIDDEN_STATES] and node_id not in self._creating and not waiting:
+                self._creating[node_id] = self._create(node_id)
+        for kind, there in listed.items():
+            for node_id in there - alive:
+                self._end(kind, node_id)
+        with self._lock:
+            self._num_carriers = len(set(matching) - self._failed.keys())
+            self._dead = frozenset(node["NodeID"] for node in nodes) - alive
+            for member in self._membership.members():
+                silent = now - self._heard[member.node_id] > _SILENCE_S
+                if member.node_id not in alive or silent:
+                    logger.warning("node %s is %s", member.node_id, "silent" if silent else "gone")
+                    self._membership.leave(member.node_id)
+                    self._directory.remove(member.node_id)
+                    del self._heard[member.node_id]
+        return matching
+
+    def _create(self, node_id: str) -> Any:
+        place = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        task = ray.remote(_follow).options(num_cpus=0, max_retries=0, scheduling_strategy=place)
+        return task.remote(self._recipe, self._config, self._service)
+
+    def _collect(self, alive: Set[str]) -> None:
+        """Take in how the creations went that have ended; forget those on nodes that are gone."""
+        for node_id in self._failed.keys() - alive:
+            del self._failed[node_id]
+        for node_id, creation in list(self._creating.items()):
+            if not ray.wait([creation], timeout=0)[0]:
+                continue
+            del self._creating[node_id]
+            try:
+                ray.get(creation)
+            # Whatever it is: a node whose Python lacks this package must not keep the others from being served.
+            except Exception as error:
+                if node_id not in alive:
+                    continue
+                cause = translated(error, "starting its actors")
+                kind = type(cause) if isinstance(cause, HiddenStateCacheError) else ServiceError
+                failure = kind(f"node {node_id}: {str(cause).strip().splitlines()[-1]}")
+                if node_id not in self._failed:
+                    logger.warning("a node has no actors, and is tried again every %.0f s: %s", _RETRY_S, failure)
+                self._failed[node_id] = (time.monotonic(), failure)
+            else:
+                self._failed.pop(node_id, None)
+
+    def _end(self, kind: str, node_id: str) -> None:
+        """End an actor whose node is gone. It won't come back under this id, and its name would be listed for ever."""
+        try:
+            ray.kill(find_actor(self._service, kind, node_id), no_restart=True)
+        except Exception as error:
+            cause = translated(error, "ending an actor")
+            if not isinstance(cause, ServiceError):
+                raise
+            logger.debug("%s", cause)  # it has ended meanwhile, or is seen again at the next look
+
+
+def _follow(recipe: bytes, config: CacheConfig, service: str) -> None:
+    cloudpickle.loads(recipe)(config, service)

@@ -1,0 +1,61 @@
+"""Creates a node's two actors, from a task that runs on that node."""
+
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from actors.hidden_state_actor import HiddenStateActor
+from actors.kv_actor import KVActor
+from hs_cache.config import CacheConfig
+from hs_cache.errors import PoolError, ServiceNotRunningError
+from hs_cache.extents import ALIGNMENT
+from hs_cache.machine import require_headroom
+from hs_cache.router import HIDDEN_STATES, KV, NAMESPACE, actor_name, find_controller, nodes_of, translated
+
+_CONCURRENT_CALLS = 32
+
+
+def create_pair(config: CacheConfig, service: str) -> None:
+    """Create the actors of the node that this runs on, unless they are there, and wait until they answer.
+
+    Memory is checked here and not only in the actor: an error in an actor's constructor would arrive as text.
+
+    Raises:
+        PoolTooLargeError: the node has no room for the pool; nothing was created.
+        ServiceNotRunningError: the service was stopped meanwhile; nothing remains.
+        ServiceError: an actor can't be created, or died.
+    """
+    node_id = ray.get_runtime_context().get_node_id()
+    find_controller(service)
+    if node_id not in nodes_of(service):
+        if config.max_hidden_state_cpu_bytes < ALIGNMENT:
+            size = config.max_hidden_state_cpu_size
+            raise PoolError(f"max_hidden_state_cpu_size: got {size} GiB, expected at least {ALIGNMENT} bytes")
+        require_headroom(config.max_hidden_state_cpu_bytes)
+    options: dict[str, Any] = {
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "num_cpus": 0,
+        "max_restarts": -1,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
+    }
+    kv: Any = ray.remote(KVActor).options(name=actor_name(service, KV, node_id), **options).remote(config)
+    name = actor_name(service, HIDDEN_STATES, node_id)
+    actor: Any = (
+        ray.remote(HiddenStateActor)
+        .options(name=name, max_concurrency=_CONCURRENT_CALLS, **options)
+        .remote(service, config)
+    )
+    try:
+        find_controller(service)
+    except ServiceNotRunningError:
+        # It has ended after the first look, so whoever stopped the service may not have seen these.
+        for created in (actor, kv):
+            ray.kill(created, no_restart=True)
+        raise
+    try:
+        ray.get(actor.config.remote())
+    except Exception as error:
+        raise translated(error, "the hidden-state actor") from error

@@ -1,0 +1,92 @@
+"""How a client is attached to the node that serves it: to one incarnation of its actor, and to its pool."""
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from hs_cache.config import CacheConfig
+from hs_cache.effects import Budget, Call, Locate, Located, Steps
+from hs_cache.errors import CacheClosedError, PoolError
+from hs_cache.leases import ClientProcess
+from hs_cache.messages import AttachReply, ClientInfo
+from hs_cache.shared_pool import PoolMapping
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Link:
+    """An attachment to one incarnation of one node's actor. `mapping` is None where its pool can't be opened."""
+
+    located: Located
+    incarnation: bytes
+    mapping: PoolMapping | None
+
+    @property
+    def local(self) -> bool:
+        """Whether the client is on that node."""
+        return self.located.peer.node_id == self.located.client_node_id
+
+
+class Attachment:
+    """One client's link, made when it is needed and there is none. Thread-safe.
+
+    Attributes:
+        link: the link, None where there is none now.
+        closed: whether there will be none any more.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.link: Link | None = None
+        self.closed = False
+
+    def attach(self, process: ClientProcess, budget: Budget, take: Callable[[CacheConfig], None]) -> Steps[Link]:
+        """Decide for a node and attach to it; `take` gets the service's settings, and may refuse them.
+
+        Raises:
+            CacheClosedError: it was closed meanwhile.
+            ServiceError: no node can be reached.
+        """
+        located: Located = yield Locate(budget.left_s)
+        info = ClientInfo(process.client_id, process.pid, process.start_time, located.client_node_id)
+        reply: AttachReply = yield Call(located.peer, "attach", (info,), budget.left_s)
+        with self._lock:
+            if self.closed:
+                raise CacheClosedError("the cache was closed meanwhile")
+            take(CacheConfig(**reply.config))
+            if self.link is None or self.link.incarnation != reply.incarnation:
+                self.link = self._link(process, located, reply)
+            return self.link
+
+    def drop(self, link: Link | None) -> None:
+        """Forget a link. Its mapping ends with the last operation that uses it; results have their own."""
+        with self._lock:
+            if link is not None and self.link is link:
+                self.link = None
+
+    def drop_incarnation(self, incarnation: bytes) -> None:
+        """Forget the link to a pool whose owner is gone."""
+        with self._lock:
+            if self.link is not None and self.link.incarnation == incarnation:
+                self.link = None
+
+    def close(self) -> None:
+        """No more links; idempotent."""
+        with self._lock:
+            self.closed, self.link = True, None
+
+    def _link(self, process: ClientProcess, located: Located, reply: AttachReply) -> Link:
+        mapping, reason = None, reply.reason
+        if reply.address is not None:
+            try:
+                mapping = PoolMapping.open(reply.address)
+            except PoolError as error:
+                reason = str(error)
+        if mapping is None:
+            logger.info("rows go through the object store, the pool is not shared: %s", reason)
+        send = partial(located.peer.post, "release", reply.incarnation, process.client_id)
+        process.releaser.connect(reply.incarnation, send, reply.address if mapping else None, self)
+        return Link(located, reply.incarnation, mapping)

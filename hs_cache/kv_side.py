@@ -1,0 +1,88 @@
+"""A node's dealings with its KV side, whatever state that is in: trouble there costs answers, never threads."""
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+from hs_cache.kv_presence import KVPresence, Presence
+
+logger = logging.getLogger(__name__)
+
+_MAX_WAITING = 16
+"""Calls that may wait for the KV side at a time: fewer than the actor has threads, so that a KV side which hangs does
+not take stores and everything else with it."""
+
+_TURN_S = 0.05
+_QUIET_S = 1.0
+"""How long the KV side is left alone after it has kept a call waiting for nothing."""
+
+
+class KVSide:
+    """Asks a `KVPresence`, and takes *unknown* for whatever it can't or won't say in time. Thread-safe.
+
+    Args:
+        kv: the node's KV side; None when no KV source is bound, and all KV counts as present.
+        node_id: for the log.
+    """
+
+    def __init__(self, kv: KVPresence | None, *, node_id: str) -> None:
+        self._kv = kv
+        self._node_id = node_id
+        self._turns = threading.Semaphore(_MAX_WAITING)
+        self._quiet_until = 0.0
+        self._in_trouble = False
+
+    def ask(self, keys: Sequence[bytes], kv_local: Sequence[bool], timeout_s: float) -> list[int]:
+        """Presence per chunk: what this node's KV side says of its own chunks, *present* for all others.
+
+        Blocks for the KV side, at most `timeout_s`.
+        """
+        presence: list[int] = [Presence.PRESENT] * len(keys)
+        asked = [position for position, local in enumerate(kv_local) if local]
+        if self._kv is None or not asked:
+            return presence
+        states = self._answers(self._kv, b"".join(keys[position] for position in asked), len(asked), timeout_s)
+        for position, state in zip(asked, states, strict=True):
+            presence[position] = state
+        return presence
+
+    def note_stored(self, keys: bytes) -> None:
+        """Tell the KV side that rows of these chunks are being stored; doesn't block."""
+        if self._kv is not None:
+            self._kv.note_stored(keys)
+
+    def settle_notes(self, timeout_s: float) -> None:
+        """Wait until what was noted has arrived, at most `timeout_s`; not at all while the KV side is left alone."""
+        if self._kv is not None:
+            self._kv.settle_notes(0.0 if self._is_quiet() else timeout_s)
+
+    def _answers(self, kv: KVPresence, keys: bytes, count: int, timeout_s: float) -> list[Presence]:
+        unknown = [Presence.UNKNOWN] * count
+        if self._is_quiet() or not self._turns.acquire(timeout=_TURN_S):
+            return unknown
+        started = time.monotonic()
+        try:
+            states = [Presence(answer) for answer in kv.presence(keys, timeout_s)]
+            if len(states) != count:
+                raise ValueError(f"{len(states)} answers for {count} chunks")
+        # The KV side is foreign code: whatever it raises, the rows stay and the prefix ends.
+        except Exception as error:
+            if time.monotonic() - started > timeout_s / 2:
+                self._quiet_until = time.monotonic() + _QUIET_S
+            if not self._in_trouble:
+                self._in_trouble = True
+                logger.warning(
+                    "the KV side of node %s doesn't answer, so nothing that it must vouch for is served: %s: %s",
+                    self._node_id,
+                    type(error).__name__,
+                    error,
+                )
+            return unknown
+        finally:
+            self._turns.release()
+        self._in_trouble = False
+        return states
+
+    def _is_quiet(self) -> bool:
+        return time.monotonic() < self._quiet_until

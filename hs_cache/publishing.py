@@ -1,0 +1,83 @@
+"""Tells the controller which chunks a node has: numbered batches, soon after each change; all when one got lost."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from hs_cache.errors import HiddenStateCacheError
+from hs_cache.messages import LocationBatch, PublishReply
+from hs_cache.store import HiddenStateStore
+
+logger = logging.getLogger(__name__)
+
+_GATHER_S = 0.003
+"""How long changes are gathered into one batch."""
+
+_HEARTBEAT_S = 1.0
+_RETRY_S = 0.5
+
+
+class Publisher:
+    """One node's sender, and the only one: `step` in a loop, on one thread.
+
+    Args:
+        store: whose chunks are published.
+        node_id: hex id of the node.
+        incarnation: of its pool.
+        send: hands a batch to the controller and returns its reply; raises when it can't be reached in time.
+        heard: called with the number of nodes that the service has, after every reply.
+    """
+
+    def __init__(
+        self,
+        store: HiddenStateStore,
+        *,
+        node_id: str,
+        incarnation: bytes,
+        send: Callable[[LocationBatch], PublishReply],
+        heard: Callable[[int], None],
+    ) -> None:
+        self._store = store
+        self._node_id = node_id
+        self._incarnation = incarnation
+        self._send = send
+        self._heard = heard
+        self._number = 0
+        self._whole = True
+        self._in_trouble = False
+
+    def run(self, stop: threading.Event) -> None:
+        """Publish until `stop` is set."""
+        while not stop.is_set():
+            if not self._whole and self._store.changed.wait(_HEARTBEAT_S):
+                time.sleep(_GATHER_S)
+            if not self.step():
+                stop.wait(_RETRY_S)
+
+    def step(self) -> bool:
+        """Send one batch, an empty one as a sign of life; False when the controller couldn't be reached."""
+        self._store.changed.clear()
+        self._number += 1
+        batch = self._next()
+        try:
+            reply = self._send(batch)
+        except HiddenStateCacheError as error:
+            # It may have been taken in, or not: only all of it, under a new number, is right in both cases.
+            self._whole = True
+            if not self._in_trouble:
+                self._in_trouble = True
+                logger.warning("the controller can't be reached; other nodes won't find what is stored here: %s", error)
+            return False
+        self._in_trouble = False
+        self._whole = not reply.applied
+        self._heard(reply.num_nodes)
+        return True
+
+    def _next(self) -> LocationBatch:
+        if self._whole:
+            return LocationBatch(self._node_id, self._incarnation, self._number, self._store.snapshot(), whole=True)
+        changes = self._store.take_changes()
+        added = b"".join(key for key, there in changes.items() if there)
+        removed = b"".join(key for key, there in changes.items() if not there)
+        return LocationBatch(self._node_id, self._incarnation, self._number, added, removed)

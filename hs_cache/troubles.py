@@ -1,0 +1,60 @@
+"""What a client makes of trouble with the service: it is counted, logged once, and raised only for strict callers."""
+
+import logging
+import threading
+
+from hs_cache.errors import ServiceError, ServiceTimeoutError
+
+logger = logging.getLogger(__name__)
+
+
+class Reported(Exception):
+    """Takes an error that was counted already past everything else to the caller, who is strict.
+
+    Attributes:
+        error: what the caller is to see.
+    """
+
+    def __init__(self, error: ServiceError) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+class Troubles:
+    """One client's. Thread-safe.
+
+    Args:
+        strict: `report` raises.
+
+    Attributes:
+        timeouts_total, unreachable_total: calls that missed their deadline, and calls that failed otherwise.
+    """
+
+    def __init__(self, *, strict: bool) -> None:
+        self._strict = strict
+        self._lock = threading.Lock()
+        self._known: set[str] = set()
+        self.timeouts_total = self.unreachable_total = 0
+
+    def report(self, error: ServiceError, what: str) -> None:
+        """Count an error, and log it if `what` was well before.
+
+        Raises:
+            Reported: the client is strict; nothing was logged.
+        """
+        with self._lock:
+            if isinstance(error, ServiceTimeoutError):
+                self.timeouts_total += 1
+            else:
+                self.unreachable_total += 1
+            if self._strict:
+                raise Reported(error)
+            is_news = what not in self._known
+            self._known.add(what)
+        if is_news:
+            # As text: whoever keeps the record would keep the error's frames, and with them the pool.
+            logger.warning("%s can't be reached and counts as empty until it can: %s", what, str(error))
+
+    def recovered(self, what: str) -> None:
+        """`what` is well, so that its next trouble is news."""
+        self._known.discard(what)

@@ -1,0 +1,129 @@
+"""What a chaos run does, decided by its seed alone: the operations of every client, and the blows that fall meanwhile.
+
+How they interleave is up to the machine.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from tests.chaos.rows import BRANCHES, CHUNK_SIZE, LAYERS, MAX_TOKENS, SPACES
+
+ROUND_S = 15.0
+"""Within so many seconds, every kind of blow falls once."""
+
+BLOWS = (
+    "kill hidden_states",
+    "kill hidden_states",
+    "kill kv",
+    "kill controller",
+    "kill client",
+    "kill client",
+    "kill node",
+    "stop hidden_states",
+    "stop kv",
+    "stop controller",
+    "stop client",
+)
+_LONGEST_STOP_S = 3.0
+_NODE_EARLIEST, _NODE_LATEST = 0.1, 0.5
+"""When in a round a node is killed, as parts of it: what that leads to takes seconds."""
+
+_OPERATIONS = {
+    "store": 30,
+    "retrieve": 40,
+    "retrieve_hidden_states": 4,
+    "retrieve_ref": 6,
+    "report_evicted": 3,
+    "report_stored": 2,
+    "drop_key": 2,
+    "look": 12,
+}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One call of a client; which fields matter depends on `kind`.
+
+    Attributes:
+        start, stop: the tokens wanted by a retrieve, the chunks meant by a report; a store begins at `start`.
+        hold: for how many more operations the rows are held, and looked at again.
+        write: write into the rows that came back.
+        cancel_s: cancel the call after that many seconds, where it can be cancelled.
+    """
+
+    kind: str
+    space: int
+    branch: int
+    num_tokens: int
+    layers: tuple[int, ...]
+    start: int
+    stop: int
+    convert: bool
+    into: bool
+    wait_s: float
+    hold: int
+    write: bool
+    cancel_s: float | None
+
+
+def operations(seed: int, name: str) -> Iterator[Operation]:
+    """The endless list of what one stream of calls does."""
+    rng = random.Random(f"{seed}/{name}")
+    kinds, weights = list(_OPERATIONS), list(_OPERATIONS.values())
+    while True:
+        (kind,) = rng.choices(kinds, weights)
+        space = rng.randrange(len(SPACES))
+        num_tokens = rng.randint(1, MAX_TOKENS)
+        subset = tuple(rng.sample(list(LAYERS), rng.randint(1, len(LAYERS))))
+        stop = rng.randint(0, num_tokens) if rng.random() < 0.3 else num_tokens
+        start = rng.randint(0, stop) if rng.random() < 0.3 else 0
+        yield Operation(
+            kind=kind,
+            space=space,
+            branch=rng.randrange(BRANCHES),
+            num_tokens=num_tokens,
+            layers=tuple(LAYERS) if kind == "store" and space == 0 else subset,
+            start=start,
+            stop=stop,
+            convert=rng.random() < 0.2,
+            into=rng.random() < 0.2,
+            wait_s=rng.choice((0, 0, 0, 0, 0, 0.2)),
+            hold=rng.choice((0, 0, 3, 10, 40)),
+            write=rng.random() < 0.3,
+            cancel_s=rng.choice((0.0, 0.001, 0.005, 0.02)) if rng.random() < 0.2 else None,
+        )
+
+
+@dataclass(order=True, frozen=True)
+class Blow:
+    """Something is done to a process, `at_s` seconds after the start.
+
+    Attributes:
+        kind: ``"<kill or stop> <what>"``.
+        which: 0 to 1, decides between the processes there are of that kind.
+        stop_s: how long a stopped process stays stopped.
+    """
+
+    at_s: float
+    kind: str
+    which: float = field(compare=False)
+    stop_s: float = field(compare=False)
+
+
+def blows(seed: int, seconds: float) -> list[Blow]:
+    """What falls during a run, by time."""
+    rng = random.Random(f"{seed}/blows")
+    rounds = max(round(seconds / ROUND_S), 1)
+    length = seconds / rounds
+    found = []
+    for number in range(rounds):
+        for kind in BLOWS:
+            part = rng.uniform(_NODE_EARLIEST, _NODE_LATEST) if kind == "kill node" else rng.uniform(0.02, 0.95)
+            found.append(Blow((number + part) * length, kind, rng.random(), rng.uniform(0.1, _LONGEST_STOP_S)))
+    return sorted(found)
+
+
+def chunks(start: int, stop: int) -> slice:
+    """The bytes of a blob of keys that stand for the chunks of these tokens."""
+    return slice(start // CHUNK_SIZE * 16, -(-stop // CHUNK_SIZE) * 16)

@@ -1,0 +1,55 @@
+"""The judge of the chaos test: right rows pass, and each kind of wrong one is told."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from tests.chaos.rows import CHUNK_SIZE, LAYERS, MAX_TOKENS, call_ids, find_mixture, find_wrong, make_prompt, make_rows
+
+START = 5
+PROMPT = make_prompt(3, MAX_TOKENS)
+
+
+def rows_of(layer: int = 0, *, space: int = 1, call_id: int = 70_000, branch: int = 3) -> torch.Tensor:
+    return make_rows(make_prompt(branch, MAX_TOKENS), layer, space, call_id, first=START)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_right_rows(layer: int) -> None:
+    rows = rows_of(layer)
+    assert rows.dtype == LAYERS[layer][1]
+    assert find_wrong(rows, PROMPT, layer, 1, start=START) == ""
+    assert find_wrong(rows.float(), PROMPT, layer, 1, start=START) == ""
+    boundary = CHUNK_SIZE - START
+    rows[boundary:] = rows_of(layer, call_id=1)[boundary:]  # chunks may well be of different stores
+    assert find_wrong(rows, PROMPT, layer, 1, start=START) == ""
+
+
+WRONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "zeros": torch.zeros_like,
+    "never written": lambda rows: torch.full_like(rows, float("nan")),
+    "of another prompt": lambda _: rows_of(branch=9),
+    "of another key space": lambda _: rows_of(space=0),
+    "at other positions": lambda rows: torch.cat([rows[1:], rows[:1]]),
+    "of two stores in a chunk": lambda rows: torch.cat([rows[:20], rows_of(call_id=1)[20:]]),
+    "of two stores in a row": lambda rows: torch.cat([rows[:, :256], rows_of(call_id=1)[:, 256:]], dim=1),
+    "written to by a reader": lambda rows: rows + 1,
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_wrong_rows(kind: str) -> None:
+    assert find_wrong(WRONG[kind](rows_of()), PROMPT, 0, 1, start=START)
+
+
+def test_rows_of_another_layer() -> None:
+    assert find_wrong(rows_of(7), PROMPT, -1, 1, start=START)
+    assert find_wrong(make_rows(PROMPT, 7, 1, 1)[:, : LAYERS[-1][0]], PROMPT, -1, 1)
+
+
+def test_layers_of_different_stores() -> None:
+    one, other = (call_ids(rows_of(call_id=number), start=START) for number in (1, 2))
+    assert find_mixture([one, one]) == ""
+    assert find_mixture([one, np.concatenate([one[:32], other[32:]])])
