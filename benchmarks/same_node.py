@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--pool-gib", type=float, default=1.0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    ray.init(include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init(address="local", include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     cache = hs_cache.connect({"max_hidden_state_cpu_size": options.pool_gib}, service="bench")
     assert cache is not None
     noop = ray.remote(NoOp).options(num_cpus=0).remote()
