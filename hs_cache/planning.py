@@ -103,7 +103,7 @@ def plan_store(
     """Check a store completely, and cut its rows to the chunks it can fill.
 
     Raises:
-        InvalidInputError: anything is wrong with any argument; see SEMANTICS of `store_hidden_states`.
+        InvalidInputError: anything is wrong with any argument; see `hs_cache.HiddenStateCache.store`.
     """
     tokens = normalise_token_ids(token_ids)
     offset = check_index("token_offset", token_offset)
