@@ -11,10 +11,10 @@ from collections.abc import Sequence, Set
 from typing import Any
 
 import ray
-from ray import cloudpickle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.nodes import select_nodes
+from actors.pair import create_pair
 from hs_cache.config import CacheConfig
 from hs_cache.directory import Directory, Membership, Segment
 from hs_cache.errors import HiddenStateCacheError, ServiceError, ServiceTimeoutError
@@ -38,13 +38,11 @@ class CacheController:
     Args:
         service: name of the service.
         config: its settings, with ``node_selector`` decided.
-        recipe: `actors.pair.create_pair`, pickled by value, so that this process need not load what it needs.
     """
 
-    def __init__(self, service: str, config: CacheConfig, recipe: bytes) -> None:
+    def __init__(self, service: str, config: CacheConfig) -> None:
         self._service = service
         self._config = config
-        self._recipe = recipe
         self._lock = threading.Lock()
         self._membership = Membership()
         self._directory = Directory()
@@ -164,8 +162,8 @@ class CacheController:
 
     def _create(self, node_id: str) -> Any:
         place = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        task = ray.remote(_follow).options(num_cpus=0, max_retries=0, scheduling_strategy=place)
-        return task.remote(self._recipe, self._config, self._service)
+        task = ray.remote(create_pair).options(num_cpus=0, max_retries=0, scheduling_strategy=place)
+        return task.remote(self._config, self._service)
 
     def _collect(self, alive: Set[str]) -> None:
         """Take in how the creations went that have ended; forget those on nodes that are gone."""
@@ -199,7 +197,3 @@ class CacheController:
             if not isinstance(cause, ServiceError):
                 raise
             logger.debug("%s", cause)  # it has ended meanwhile, or is seen again at the next look
-
-
-def _follow(recipe: bytes, config: CacheConfig, service: str) -> None:
-    cloudpickle.loads(recipe)(config, service)

@@ -10,7 +10,6 @@ from ray import cloudpickle
 from actors import controller, hidden_state_actor, kv_actor, nodes, pair
 from actors.controller import CacheController
 from actors.nodes import resolve_selector
-from actors.pair import create_pair
 from hs_cache.config import CacheConfig
 from hs_cache.errors import (
     ConfigMismatchError,
@@ -57,7 +56,6 @@ def start(config: CacheConfig, *, service: str = "default") -> list[str]:
     """
     begun = not is_running(service)
     decided = resolve_selector(config, ray.nodes())  # type: ignore[no-untyped-call]
-    recipe = cloudpickle.dumps(create_pair)  # type: ignore[no-untyped-call]
     actor: Any = (
         ray.remote(CacheController)
         .options(
@@ -71,7 +69,7 @@ def start(config: CacheConfig, *, service: str = "default") -> list[str]:
             # On the head node: without it a cluster is lost anyway, and any other node may leave.
             resources={_HEAD: 0.001},
         )
-        .remote(service, decided, recipe)
+        .remote(service, decided)
     )
     try:
         _check_agrees(config, ray.get(actor.config.remote(), timeout=_READY_TIMEOUT_S))

@@ -1,10 +1,15 @@
-"""The actor that owns a node's pool. Every method delegates to `hs_cache.server.CacheServer`."""
+"""The actor that owns a node's pool. Every method delegates to `hs_cache.server.CacheServer`.
+
+Its process loads torch, others don't have to: Ray loads an actor's class wherever one is created or its handle looked
+up, which is the controller, a task on each node, and every ``hs-cache`` command.
+"""
 
 import logging
+import pkgutil
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.actor import ActorHandle
@@ -26,12 +31,15 @@ from hs_cache.messages import (
 )
 from hs_cache.publishing import Publisher
 from hs_cache.router import KV, actor_name, find_actor, find_controller
-from hs_cache.rows import Flat, PickledRows
-from hs_cache.server import CacheServer
 from hs_cache.shared_pool import SharedPool
+
+if TYPE_CHECKING:
+    from hs_cache.rows import Flat, PickledRows
+    from hs_cache.server import CacheServer
 
 logger = logging.getLogger(__name__)
 
+_SERVER, _PICKLED_ROWS = "hs_cache.server:CacheServer", "hs_cache.rows:PickledRows"
 _SWEEP_PERIOD_S = 1.0
 _HEADROOM_WAIT_S = 10.0
 
@@ -93,7 +101,9 @@ class HiddenStateActor:
         if ray.get_runtime_context().was_current_actor_reconstructed:
             _wait_for_headroom(config.max_hidden_state_cpu_bytes)
         pool = SharedPool(config.max_hidden_state_cpu_bytes, name=name, pin=True)
-        self._server = CacheServer(config, pool, node_id=node_id, kv=kv)
+        server_class: type[CacheServer] = pkgutil.resolve_name(_SERVER)
+        self._server = server_class(config, pool, node_id=node_id, kv=kv)
+        self._pickled: type[PickledRows] = pkgutil.resolve_name(_PICKLED_ROWS)
         self._config = config
         self._service = service
         self._controller: Any = None
@@ -150,11 +160,11 @@ class HiddenStateActor:
         """See `CacheServer.release`."""
         self._server.release(incarnation, client_id, ids)
 
-    def store_rows(self, request: ReserveRequest, flat: Flat) -> CommitReply:
+    def store_rows(self, request: ReserveRequest, flat: "Flat") -> CommitReply:
         """See `CacheServer.store_rows`."""
         return self._server.store_rows(request, flat)
 
-    def retrieve_rows(self, request: LeaseRequest) -> Iterator[LeaseReply | Flat | None]:
+    def retrieve_rows(self, request: LeaseRequest) -> "Iterator[LeaseReply | Flat | None]":
         """See `CacheServer.lease_rows`; to be called with ``num_returns=2``: the reply, and the rows, None on a miss.
 
         Ray copies what is yielded into the object store before it goes on here, so the rows are leased for exactly that
@@ -171,7 +181,7 @@ class HiddenStateActor:
     def retrieve_hidden_states(self, token_ids: Any, **options: Any) -> Any:
         """See `CacheServer.retrieve_hidden_states`; arrives as a ``torch.Tensor`` of one's own, or None."""
         rows = self._server.retrieve_hidden_states(token_ids, **options)
-        return None if rows is None else PickledRows(rows)
+        return None if rows is None else self._pickled(rows)
 
     def has_chunk(self, key: bytes, layer_idx: int = 0) -> bool:
         """See `CacheServer.has_chunk`."""

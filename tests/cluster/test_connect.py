@@ -24,6 +24,7 @@ from hs_cache.router import HIDDEN_STATES, KV, find_actor, nodes_of
 from tests.builders import CHUNK_SIZE
 from tests.cluster.children import make_rows
 from tests.cluster.conftest import POOL_GIB, Connect, StartService
+from tests.cluster.nodes import client
 from tests.processes import Child, run_python, wait_until
 
 SETTINGS = {"chunk_size": CHUNK_SIZE, "max_hidden_state_cpu_size": POOL_GIB}
@@ -163,15 +164,15 @@ def test_a_service_that_stops_and_starts_again(
     wait_until(lambda: cache.stats().node.store.num_leases == 0, "no lease is left")
 
 
-def test_another_chunk_size_after_a_restart_is_an_error(connect: Connect, name: str) -> None:
+def test_another_chunk_size_after_a_restart_is_an_error(name: str) -> None:
     deploy.start(CacheConfig(**SETTINGS), service=name)
-    cache = connect(service=name)
+    cache = client(name)
     deploy.stop(service=name)
     deploy.start(CacheConfig(**{**SETTINGS, "chunk_size": 8}), service=name)
     with pytest.raises(ConfigMismatchError, match="connect again"):
         for _ in range(2):  # the first call may be the one that finds out that the actor it knew is gone
             assert cache.retrieve(range(12), 0).ended_by == "unreachable"
-    assert connect(service=name).chunk_size == 8
+    assert client(name).chunk_size == 8
 
 
 def test_starting_and_stopping_from_code(name: str) -> None:

@@ -293,6 +293,7 @@ def test_nodes_that_join_and_leave(cluster: Cluster, nodes: Nodes, everywhere: s
     finally:
         for service in services:
             deploy.stop(service=service)
+    assert not on_controller(everywhere, probes.has_torch)  # it has looked up actors that were to be ended
     _check_log(everywhere, gone=[orderly.node_id, abrupt.node_id])
 
 
