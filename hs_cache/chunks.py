@@ -5,7 +5,7 @@ decides nothing: what to evict is up to `hs_cache.placement`, who may hold what 
 
 Memory moves between the states that `hs_cache.store` names like this: `ChunkTable.take` makes free memory reserved,
 `ChunkTable.add_layer` makes that resident; `ChunkTable.unlink` frees it, or strands it until the last
-`ChunkTable.unpin`.
+`ChunkTable.let_go`.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ class Chunk:
     Attributes:
         layers: by layer_idx, the layer's spec and where its rows are.
         nbytes: room of all layers, with alignment.
-        pins: how many leases and reservations hold it.
+        holds: how many leases and reservations hold it.
         leases: how many of these are leases.
         linked: whether it is in the table; dropped chunks live on while they are held.
         confirmed: how many stores have found it or made it. What the KV side said before the last one is out of date.
@@ -38,7 +38,7 @@ class Chunk:
     layers: dict[int, tuple[LayerSpec, Extent]] = field(default_factory=dict)
     nbytes: int = 0
     confirmed: int = 0
-    pins: int = 0
+    holds: int = 0
     leases: int = 0
     linked: bool = True
 
@@ -59,7 +59,7 @@ class ChunkTable:
         resident_bytes: of chunks in the table. All counts of bytes include alignment.
         reserved_bytes: taken, and not yet a chunk's.
         stranded_bytes: of chunks that are held and no longer in the table.
-        pinned_bytes: the part of `resident_bytes` that is held.
+        held_bytes: the part of `resident_bytes` that is held.
         leased_bytes: of chunks under a lease, whether in the table or not.
     """
 
@@ -70,7 +70,7 @@ class ChunkTable:
         self._specs: dict[tuple[bytes, int], list[LayerSpec]] = {}  # one entry per chunk or reservation that uses it
         self._changes: dict[bytes, bool] = {}  # keys entered (True) and dropped since `take_changes`
         self.resident_bytes = self.reserved_bytes = self.stranded_bytes = 0
-        self.pinned_bytes = self.leased_bytes = 0
+        self.held_bytes = self.leased_bytes = 0
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._chunks
@@ -91,7 +91,7 @@ class ChunkTable:
     @property
     def evictable_bytes(self) -> int:
         """Bytes of the chunks that `evictable` yields."""
-        return self.resident_bytes - self.pinned_bytes
+        return self.resident_bytes - self.held_bytes
 
     def get(self, key: bytes) -> Chunk | None:
         """The chunk, if it is in the table; no effect on the order."""
@@ -131,40 +131,40 @@ class ChunkTable:
         chunk.nbytes += nbytes
         self.reserved_bytes -= nbytes
         self.resident_bytes += nbytes
-        self.pinned_bytes += nbytes if chunk.pins else 0
+        self.held_bytes += nbytes if chunk.holds else 0
         self.leased_bytes += nbytes if chunk.leases else 0
         self.use_spec(chunk.space, spec)
 
     def unlink(self, chunk: Chunk) -> None:
         """Drop a chunk from the table; its memory is freed now, or with its last hold."""
-        if chunk.pins:
-            self.pinned_bytes -= chunk.nbytes
+        if chunk.holds:
+            self.held_bytes -= chunk.nbytes
             self.stranded_bytes += chunk.nbytes
         else:
             self.vacate(chunk)
         self._remove(chunk)
 
-    def pin(self, chunk: Chunk, *, lease: bool = False) -> None:
-        """Hold a chunk in the table: it is not evicted, and its memory is not reused, before `unpin`."""
-        if not chunk.pins:
-            self.pinned_bytes += chunk.nbytes
-        chunk.pins += 1
+    def hold(self, chunk: Chunk, *, lease: bool = False) -> None:
+        """Hold a chunk in the table: it is not evicted, and its memory is not reused, before `let_go`."""
+        if not chunk.holds:
+            self.held_bytes += chunk.nbytes
+        chunk.holds += 1
         if lease:
             if not chunk.leases:
                 self.leased_bytes += chunk.nbytes
             chunk.leases += 1
 
-    def unpin(self, chunk: Chunk, *, lease: bool = False) -> None:
+    def let_go(self, chunk: Chunk, *, lease: bool = False) -> None:
         """End one hold; the last one frees a chunk that is no longer in the table."""
-        chunk.pins -= 1
+        chunk.holds -= 1
         if lease:
             chunk.leases -= 1
             if not chunk.leases:
                 self.leased_bytes -= chunk.nbytes
-        if chunk.pins:
+        if chunk.holds:
             return
         if chunk.linked:
-            self.pinned_bytes -= chunk.nbytes
+            self.held_bytes -= chunk.nbytes
         else:
             self.stranded_bytes -= chunk.nbytes
             self.vacate(chunk)
@@ -221,7 +221,7 @@ class ChunkTable:
 
     def evictable(self) -> Iterator[Chunk]:
         """Chunks that nobody holds, coldest first. Vacate while iterating, but evict only afterwards."""
-        return (chunk for key in self._order.coldest_first() if not (chunk := self._chunks[key]).pins)
+        return (chunk for key in self._order.coldest_first() if not (chunk := self._chunks[key]).holds)
 
     def vacate(self, chunk: Chunk) -> None:
         """Free a chunk's memory. While the chunk is in the table, `reoccupy` or `evict` must follow."""
@@ -275,7 +275,7 @@ class ChunkTable:
     def check(
         self,
         *,
-        pins: Counter[Chunk],
+        holds: Counter[Chunk],
         leases: Counter[Chunk],
         reserved: Sequence[Extent],
         specs: Iterable[tuple[bytes, LayerSpec]],
@@ -283,18 +283,18 @@ class ChunkTable:
         """Audit everything against what the holds say; raises AssertionError. O(everything).
 
         Args:
-            pins: how many holds each held chunk has.
+            holds: how many leases and reservations hold each held chunk.
             leases: how many of these are leases.
             reserved: the extents that reservations have taken.
             specs: the uses by reservations, as key space and spec.
         """
         self._allocator.check()
         self._order.check()
-        chunks = {*self._chunks.values(), *pins}
+        chunks = {*self._chunks.values(), *holds}
         for chunk in chunks:
-            counted, held = (chunk.pins, chunk.leases), (pins[chunk], leases[chunk])
-            assert counted == held, f"{chunk.key.hex()}: pins and leases are {counted}, holds {held}"
-            assert chunk.linked or chunk.pins, "a chunk that nobody holds is stranded"
+            counted, held = (chunk.holds, chunk.leases), (holds[chunk], leases[chunk])
+            assert counted == held, f"{chunk.key.hex()}: counts {counted} holds and leases, there are {held}"
+            assert chunk.linked or chunk.holds, "a chunk that nobody holds is stranded"
             assert chunk.layers, "a chunk has no layer"
             assert chunk.nbytes == self.room(chunk.extents())
             for spec, extent in chunk.layers.values():
@@ -313,7 +313,7 @@ class ChunkTable:
         assert self.reserved_bytes == self.room(reserved)
         assert self.resident_bytes == sum(chunk.nbytes for chunk in chunks if chunk.linked)
         assert self.stranded_bytes == sum(chunk.nbytes for chunk in chunks if not chunk.linked)
-        assert self.pinned_bytes == sum(chunk.nbytes for chunk in chunks if chunk.linked and chunk.pins)
+        assert self.held_bytes == sum(chunk.nbytes for chunk in chunks if chunk.linked and chunk.holds)
         assert self.leased_bytes == sum(chunk.nbytes for chunk in chunks if chunk.leases)
         taken = self.reserved_bytes + self.resident_bytes + self.stranded_bytes
         assert self.free_bytes + taken == self.capacity_bytes

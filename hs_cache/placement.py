@@ -22,7 +22,7 @@ class Reservation:
     Attributes:
         keys: of the whole prefix, from chunk 0; a *position* is an index into it.
         num_tokens: of the whole prefix.
-        pinned: by position, the chunks of the prefix that were there, and are held.
+        present: by position, the chunks of the prefix that were there, and are held.
         writes: by position and layer_idx, the extents to be written.
         headless: whether the head of the prefix may be on another node.
     """
@@ -35,7 +35,7 @@ class Reservation:
     specs: tuple[LayerSpec, ...]
     kv_local: bool
     headless: bool
-    pinned: dict[int, Chunk] = field(default_factory=dict)
+    present: dict[int, Chunk] = field(default_factory=dict)
     writes: dict[int, dict[int, Extent]] = field(default_factory=dict)
 
     def tokens_in(self, position: int) -> int:
@@ -44,7 +44,7 @@ class Reservation:
 
     def missing(self, position: int) -> dict[int, LayerSpec]:
         """The layers that the chunk lacks, by layer_idx, as far as it is held; all of them where it isn't there."""
-        chunk = self.pinned.get(position)
+        chunk = self.present.get(position)
         there = chunk.layers if chunk is not None else {}
         return {spec.layer_idx: spec for spec in self.specs if spec.layer_idx not in there}
 
@@ -56,7 +56,7 @@ class Reservation:
 def place(table: ChunkTable, reservation: Reservation) -> tuple[int, int]:
     """Fill `writes` for the longest head of the missing chunks that fits, evicting as little as that takes.
 
-    Chunks of the reservation's own prefix that get evicted, all behind the last one placed, leave its `pinned`.
+    Chunks of the reservation's own prefix that get evicted, all behind the last one placed, leave its `present`.
 
     Returns:
         How many chunks were refused, and how many were evicted.
@@ -78,8 +78,8 @@ class _Placement:
         # left.
         self._tail = [
             (position, chunk)
-            for position, chunk in reversed(held.pinned.items())
-            if self._reachable and chunk.pins == 1
+            for position, chunk in reversed(held.present.items())
+            if self._reachable and chunk.holds == 1
         ]
         self._victims: list[Chunk] = []  # vacated, their places in the table are not lost yet
 
@@ -99,7 +99,7 @@ class _Placement:
         held = self._held
         if held.headless:
             return True
-        head = [held.pinned.get(position) for position in range(held.first_chunk)]
+        head = [held.present.get(position) for position in range(held.first_chunk)]
         return any(all(chunk is not None and spec.layer_idx in chunk.layers for chunk in head) for spec in held.specs)
 
     def _admit(self) -> tuple[int, int]:
@@ -181,7 +181,7 @@ class _Placement:
 
     def _end_before(self, position: int, spec: LayerSpec) -> int | None:
         """Where in the pool a layer of the chunk before `position` ends, if it is there."""
-        before = self._held.pinned.get(position - 1)
+        before = self._held.present.get(position - 1)
         layer = before.layers.get(spec.layer_idx) if before is not None else None
         return layer[1].offset + layer[1].nbytes if layer is not None else None
 
@@ -193,9 +193,9 @@ class _Placement:
             if self._table.parent(victim) in lost or not self._table.reoccupy(victim):
                 lost[victim.key] = victim
         if lost:
-            pinned = self._held.pinned
-            for position in [position for position, chunk in pinned.items() if chunk.key in lost]:
-                self._table.unpin(pinned.pop(position))  # of this prefix's own tail
+            present = self._held.present
+            for position in [position for position, chunk in present.items() if chunk.key in lost]:
+                self._table.let_go(present.pop(position))  # of this prefix's own tail
         for victim in reversed(lost.values()):
             self._table.evict(victim)
         return len(lost)

@@ -138,8 +138,8 @@ class HiddenStateStore:
                 self._table.use_spec(space, spec)
             for position, key in enumerate(keys):
                 if (chunk := self._table.get(key)) is not None:
-                    self._table.pin(chunk)
-                    held.pinned[position] = chunk
+                    self._table.hold(chunk)
+                    held.present[position] = chunk
             refused, evicted = place(self._table, held)
             self._note_changes(evicted > 0)
             self._refused_total += refused
@@ -211,7 +211,7 @@ class HiddenStateStore:
                     break
                 chunks.append(chunk)
             for chunk in chunks:
-                self._table.pin(chunk, lease=True)
+                self._table.hold(chunk, lease=True)
             if chunks:
                 confirmed = tuple(chunk.confirmed for chunk in chunks)
                 self._holds[hold] = _Lease(chunks, layers, first_chunk, len(keys) - first_chunk, confirmed)
@@ -244,7 +244,7 @@ class HiddenStateStore:
                     self._note_changes()
                     self._kv_dropped_total += 1
             for chunk in found[kept:]:
-                self._table.unpin(chunk, lease=True)
+                self._table.let_go(chunk, lease=True)
             self._table.warm([chunk.key for chunk in held.chunks])
             if not held.chunks:
                 self._end(hold)
@@ -330,25 +330,26 @@ class HiddenStateStore:
     def check(self) -> None:
         """Audit every invariant from the ground up; raises AssertionError. Takes the lock; O(everything).
 
-        No two extents overlap; every byte is free, reserved, resident or stranded; nothing held is free; pins equal
-        holds; a lease has all its layers; heads are warmer than tails; a layer has one spec per key space.
+        No two extents overlap; every byte is free, reserved, resident or stranded; nothing held is free; each
+        chunk counts its holds; a lease has all its layers; heads are warmer than tails; a layer has one spec per key
+        space.
         """
         with self._lock:
-            pins: Counter[Chunk] = Counter()
+            holds: Counter[Chunk] = Counter()
             leases: Counter[Chunk] = Counter()
             reserved: list[Extent] = []
             specs: list[tuple[bytes, LayerSpec]] = []
             for held in self._holds.values():
                 if isinstance(held, _Lease):
                     assert all(layer in chunk.layers for chunk in held.chunks for layer in held.layers)
-                    pins.update(held.chunks)
+                    holds.update(held.chunks)
                     leases.update(held.chunks)
                 else:
-                    assert all(held.keys[position] == chunk.key for position, chunk in held.pinned.items())
-                    pins.update(held.pinned.values())
+                    assert all(held.keys[position] == chunk.key for position, chunk in held.present.items())
+                    holds.update(held.present.values())
                     reserved += held.extents()
                     specs += ((held.space, spec) for spec in held.specs)
-            self._table.check(pins=pins, leases=leases, reserved=reserved, specs=specs)
+            self._table.check(holds=holds, leases=leases, reserved=reserved, specs=specs)
 
     # Everything below is called with the lock held.
 
@@ -416,11 +417,11 @@ class HiddenStateStore:
         held = self._holds.pop(hold)
         if isinstance(held, _Lease):
             for chunk in held.chunks:
-                self._table.unpin(chunk, lease=True)
+                self._table.let_go(chunk, lease=True)
             return
         self._table.give_back(held.extents())
-        for chunk in held.pinned.values():
-            self._table.unpin(chunk)
+        for chunk in held.present.values():
+            self._table.let_go(chunk)
         for spec in held.specs:
             self._table.unuse_spec(held.space, spec)
 

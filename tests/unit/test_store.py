@@ -851,15 +851,15 @@ def test_an_empty_store_and_an_empty_prompt() -> None:
     store.check()
 
 
-@pytest.mark.parametrize("damage", ["leak", "pin", "order", "count", "overlap"])
+@pytest.mark.parametrize("damage", ["leak", "hold", "order", "count", "overlap"])
 def test_check_finds_damage(damage: str) -> None:
     store = make_store(8)
     put(store, "abc")
     chunk = store._table._chunks[make_keys("a")[0]]
     if damage == "leak":
         store._table._allocator.allocate(SLOT_BYTES)
-    elif damage == "pin":
-        chunk.pins += 1
+    elif damage == "hold":
+        chunk.holds += 1
     elif damage == "order":
         store._table._order._parents.move_to_end(chunk.key, last=False)
     elif damage == "count":
