@@ -81,16 +81,11 @@ class CacheController:
             self._locates += 1
             return self._directory.locate(keys, without=without)
 
-    def members(self) -> tuple[int, tuple[str, ...]]:
-        """Version of the membership, and the nodes that publish."""
-        with self._lock:
-            return self._membership.version, tuple(member.node_id for member in self._membership.members())
-
     def stats(self) -> ControllerStatistics:
         """A snapshot."""
         with self._lock:
             nodes = tuple(member.node_id for member in self._membership.members())
-            return ControllerStatistics(nodes, len(self._directory), self._locates)
+            return ControllerStatistics(self._membership.version, nodes, len(self._directory), self._locates)
 
     def complete(self, timeout_s: float) -> list[str]:
         """Bring every matching node's actors up. Blocks until they answer, at most `timeout_s`. Returns the nodes.

@@ -10,6 +10,7 @@ from ray import cloudpickle
 from actors import controller, hidden_state_actor, kv_actor, nodes, pair
 from actors.controller import CacheController
 from actors.nodes import resolve_selector
+from actors.pair import CONCURRENT_CALLS
 from hs_cache.config import CacheConfig
 from hs_cache.errors import (
     ConfigMismatchError,
@@ -32,7 +33,6 @@ from hs_cache.router import (
 
 _READY_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 30.0
-_CONCURRENT_CALLS = 32
 _HEAD = "node:__internal_head__"
 """A resource that Ray gives to the head node, 1.0 of it."""
 
@@ -65,7 +65,7 @@ def start(config: CacheConfig, *, service: str = "default") -> list[str]:
             get_if_exists=True,
             num_cpus=0,
             max_restarts=-1,
-            max_concurrency=_CONCURRENT_CALLS,
+            max_concurrency=CONCURRENT_CALLS,
             # On the head node: without it a cluster is lost anyway, and any other node may leave.
             resources={_HEAD: 0.001},
         )

@@ -63,14 +63,16 @@ class RayKVPresence:
         with self._lock:
             self._notes.append(note)
 
-    def settle_notes(self, timeout_s: float) -> None:
-        """Blocks until the calls sent so far have been carried out, have failed, or `timeout_s` is over."""
+    def settle_notes(self, timeout_s: float) -> bool:
+        """Whether the calls sent so far have been carried out, or have failed; blocks up to `timeout_s` for that."""
         with self._lock:
             sent = list(self._notes)  # left there meanwhile: another thread may have to wait for the same
-        if sent:
-            ray.wait(sent, num_returns=len(sent), timeout=timeout_s, fetch_local=False)
-            with self._lock:
-                self._notes = [note for note in self._notes if note not in sent]
+        if not sent:
+            return True
+        _, late = ray.wait(sent, num_returns=len(sent), timeout=timeout_s, fetch_local=False)
+        with self._lock:
+            self._notes = [note for note in self._notes if note not in sent]
+        return not late
 
 
 def _wait_for_headroom(nbytes: int) -> None:

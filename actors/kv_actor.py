@@ -36,12 +36,8 @@ class KVActor:
         self._index.report_evicted(keys)
 
     def resync(self, keys: bytes) -> None:
-        """KV of these chunks is all there is."""
+        """KV of these chunks is all there is; with ``b""`` all of it is gone."""
         self._index.resync(keys)
-
-    def clear(self) -> None:
-        """All KV is gone."""
-        self._index.clear()
 
     def stats(self) -> KVStatistics:
         """Counts."""

@@ -13,7 +13,8 @@ from hs_cache.extents import ALIGNMENT
 from hs_cache.machine import require_headroom
 from hs_cache.router import HIDDEN_STATES, KV, NAMESPACE, actor_name, find_controller, nodes_of, translated
 
-_CONCURRENT_CALLS = 32
+CONCURRENT_CALLS = 32
+"""Threads of an actor that serves many callers."""
 
 
 def create_pair(config: CacheConfig, service: str) -> None:
@@ -45,7 +46,7 @@ def create_pair(config: CacheConfig, service: str) -> None:
     name = actor_name(service, HIDDEN_STATES, node_id)
     actor: Any = (
         ray.remote(HiddenStateActor)
-        .options(name=name, max_concurrency=_CONCURRENT_CALLS, **options)
+        .options(name=name, max_concurrency=CONCURRENT_CALLS, **options)
         .remote(service, config)
     )
     try:

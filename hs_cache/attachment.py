@@ -8,10 +8,11 @@ from functools import partial
 
 from hs_cache.config import CacheConfig
 from hs_cache.effects import Budget, Call, Locate, Located, Steps
-from hs_cache.errors import CacheClosedError, PoolError
+from hs_cache.errors import CacheClosedError, PoolError, ServiceError, ServiceTimeoutError
 from hs_cache.leases import ClientProcess
 from hs_cache.messages import AttachReply, ClientInfo
 from hs_cache.shared_pool import PoolMapping
+from hs_cache.troubles import Suspects
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +34,16 @@ class Link:
 class Attachment:
     """One client's link, made when it is needed and there is none. Thread-safe.
 
+    Args:
+        suspects: nodes to be served by only where there is no other; those that don't let the client attach are added.
+
     Attributes:
         link: the link, None where there is none now.
         closed: whether there will be none any more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, suspects: Suspects) -> None:
+        self._suspects = suspects
         self._lock = threading.Lock()
         self.link: Link | None = None
         self.closed = False
@@ -50,9 +55,13 @@ class Attachment:
             CacheClosedError: it was closed meanwhile.
             ServiceError: no node can be reached.
         """
-        located: Located = yield Locate(budget.left_s)
+        located: Located = yield Locate(budget.left_s, self._suspects.names())
         info = ClientInfo(process.client_id, process.pid, process.start_time, located.client_node_id)
-        reply: AttachReply = yield Call(located.peer, "attach", (info,), budget.left_s)
+        try:
+            reply: AttachReply = yield Call(located.peer, "attach", (info,), budget.left_s)
+        except ServiceError:
+            self._suspects.add(located.peer.node_id)
+            raise
         with self._lock:
             if self.closed:
                 raise CacheClosedError("the cache was closed meanwhile")
@@ -61,14 +70,19 @@ class Attachment:
                 self.link = self._link(process, located, reply)
             return self.link
 
-    def drop(self, link: Link | None) -> None:
-        """Forget a link. Its mapping ends with the last operation that uses it; results have their own."""
-        with self._lock:
-            if link is not None and self.link is link:
-                self.link = None
+    def fail(self, link: Link, error: ServiceError) -> None:
+        """Take in that a call over `link` failed: attach anew, where that may help.
 
-    def drop_incarnation(self, incarnation: bytes) -> None:
-        """Forget the link to a pool whose owner is gone."""
+        A node that is only late keeps its own clients: nobody else can share rows with them. Others are served
+        elsewhere.
+        """
+        if not link.local:
+            self._suspects.add(link.located.peer.node_id)
+        if not (link.local and isinstance(error, ServiceTimeoutError)):
+            self.drop(link.incarnation)
+
+    def drop(self, incarnation: bytes) -> None:
+        """Forget the link to a pool. Its mapping ends with the last operation that uses it; results have their own."""
         with self._lock:
             if self.link is not None and self.link.incarnation == incarnation:
                 self.link = None

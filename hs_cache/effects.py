@@ -39,9 +39,13 @@ class Located:
 
 @dataclass(frozen=True, slots=True)
 class Locate:
-    """Decide which node serves this client; results in `Located`, or raises `ServiceError` within `timeout_s`."""
+    """Decide which node serves this client; results in `Located`, or raises `ServiceError` within `timeout_s`.
+
+    Of the nodes that this client is not on, those in `avoid` are taken last.
+    """
 
     timeout_s: float
+    avoid: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,5 @@
 """Rows that other nodes have: who is asked for which chunks, what they answer, and their rows, as pieces in order."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,12 +11,12 @@ from hs_cache.keys import KEY_BYTES
 from hs_cache.messages import LeaseReply, LeaseRequest
 from hs_cache.retrieval import Ask, Piece
 from hs_cache.rows import flat_runs
-from hs_cache.troubles import Troubles
+from hs_cache.troubles import Suspects, Troubles
 
 _LEAST_S = 0.5
 """Rows of a call that has been answered may take this long, whatever is left of the operation's time."""
 
-_SUSPICION_S = 5.0
+_CONTROLLER = "the directory"
 
 
 @dataclass(frozen=True)
@@ -53,11 +52,12 @@ class Gatherer:
 
     Args:
         troubles: where trouble is reported; it raises `hs_cache.troubles.Reported` when the client is strict.
+        suspects: who isn't asked; who doesn't answer is added.
     """
 
-    def __init__(self, troubles: Troubles) -> None:
+    def __init__(self, troubles: Troubles, suspects: Suspects) -> None:
         self._troubles = troubles
-        self._suspected: dict[str | None, float] = {}  # None is the controller
+        self._suspects = suspects
 
     def ask(self, ask: Ask, shares: Sequence[Share], budget: Budget, before: Piece | None = None) -> Steps[Gathered]:
         """Ask all nodes at once for their shares; what they have, up to the first that falls short.
@@ -65,7 +65,7 @@ class Gatherer:
         Rows are not fetched yet. The error of a node that doesn't answer is in the result, and not reported.
 
         Args:
-            ask: the retrieve; only its keys and layers matter here.
+            ask: the retrieve; only its keys, layers and start matter here.
             shares: one behind the other.
             budget: time for the answers.
             before: what the first share continues.
@@ -94,13 +94,14 @@ class Gatherer:
                 break
             if reply.num_tokens:
                 first_token = share.first * ask.keys.chunk_size
-                runs = flat_runs(reply.specs, reply.num_tokens, first_token)
+                sent_from = min(max(first_token, ask.start), first_token + reply.num_tokens)
+                runs = flat_runs(reply.specs, first_token + reply.num_tokens - sent_from, sent_from)
                 before = Piece(reply.specs, first_token, reply.num_tokens, runs, ref=rows_ref)
                 pieces.append(before)
             if ended_by:
                 break
         if error is not None:
-            self._suspect(node_id)
+            self._suspects.add(node_id)
         return Gathered(tuple(pieces), ended_by, alone, node_id, error)
 
     def find(self, ask: Ask, found: Gathered, budget: Budget) -> Steps[Gathered]:
@@ -127,7 +128,7 @@ class Gatherer:
 
     def fetch(self, ask: Ask, found: Gathered, budget: Budget) -> Steps[Gathered]:
         """The rows that `ask` wants of what was found, up to the first that can't be had. Trouble is reported."""
-        pieces, error = yield from self.fetch_pieces(found.pieces, max(budget.left_s, _LEAST_S), ask.start)
+        pieces, error = yield from self.fetch_pieces(found.pieces, max(budget.left_s, _LEAST_S))
         if error is not None:
             self._troubles.report(error, "rows of another node")
             return replace(found, pieces=pieces, ended_by="unreachable")
@@ -136,17 +137,15 @@ class Gatherer:
         return replace(found, pieces=pieces)
 
     def fetch_pieces(
-        self, pieces: Sequence[Piece], timeout_s: float, start: int = 0
+        self, pieces: Sequence[Piece], timeout_s: float
     ) -> Steps[tuple[tuple[Piece, ...], ServiceError | None]]:
-        """The rows of `pieces` but for those that end before token `start`, up to the first that can't be had, and the
-        reason. Takes `timeout_s`, and the time that so many bytes may take.
+        """The rows of `pieces`, up to the first that can't be had, and the reason. Takes `timeout_s`, and the time that
+        so many bytes may take.
         """
-        wanted = [piece.ref is not None and piece.end > start for piece in pieces]
-        nbytes = sum(piece.nbytes for piece, is_wanted in zip(pieces, wanted, strict=True) if is_wanted)
-        budget = Budget(timeout_s + transfer_s(nbytes))
+        budget = Budget(timeout_s + transfer_s(sum(piece.nbytes_sent for piece in pieces)))
         fetched: list[Piece] = []
-        for piece, is_wanted in zip(pieces, wanted, strict=True):
-            if not is_wanted:
+        for piece in pieces:
+            if not piece.nbytes_sent:
                 fetched.append(piece)
                 continue
             try:
@@ -158,19 +157,19 @@ class Gatherer:
 
     def _locate(self, ask: Ask, chunk: int, without: set[str], budget: Budget) -> Steps[list[Share]]:
         """Who has chunks `chunk` and on, as far as the directory knows; nobody when the controller is away."""
-        suspects = self._suspects()
-        if None in suspects:
+        suspects = self._suspects.names()
+        if _CONTROLLER in suspects:
             return []
-        arguments = (ask.keys.blob[chunk * KEY_BYTES :], tuple(sorted(without.union(filter(None, suspects)))))
+        arguments = (ask.keys.blob[chunk * KEY_BYTES :], tuple(sorted(without | suspects)))
         try:
             controller = yield Find(None, budget.left_s)
             segments: Sequence[Segment] = yield Call(controller, "locate", arguments, budget.left_s)
         except ServiceError as error:
             if isinstance(error, ServiceTimeoutError):
-                self._suspect(None)
-            self._troubles.report(error, "the directory")
+                self._suspects.add(_CONTROLLER)
+            self._troubles.report(error, _CONTROLLER)
             return []
-        self._troubles.recovered("the directory")
+        self._troubles.recovered(_CONTROLLER)
         return [Share(node_id, chunk + first, chunk + first + count) for node_id, first, count in segments]
 
     def _begin(self, ask: Ask, share: Share, budget: Budget) -> Steps[Sequence[Any] | ServiceError]:
@@ -184,6 +183,7 @@ class Gatherer:
             layers=ask.layers,
             timeout_s=budget.left_s,
             first_chunk=share.first,
+            start_token=ask.start,
             hinted=share.peer is None,
         )
         try:
@@ -192,17 +192,6 @@ class Gatherer:
         except ServiceError as error:
             return error
         return refs
-
-    def _suspect(self, node_id: str | None) -> None:
-        self._suspected[node_id] = time.monotonic() + _SUSPICION_S
-
-    def _suspects(self) -> set[str | None]:
-        """Who did not answer a moment ago: asking them again would cost every retrieve its deadline."""
-        now = time.monotonic()
-        for node_id, until in list(self._suspected.items()):
-            if until <= now:
-                self._suspected.pop(node_id, None)
-        return set(self._suspected)
 
 
 def _node(node_id: str) -> str:

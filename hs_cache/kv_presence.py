@@ -33,8 +33,8 @@ class KVPresence(Protocol):
         """Rows of these chunks are being stored, so their KV has just been written. Does not block; never raises."""
         ...
 
-    def settle_notes(self, timeout_s: float) -> None:
-        """Blocks up to `timeout_s` until every earlier `note_stored` has arrived; never raises."""
+    def settle_notes(self, timeout_s: float) -> bool:
+        """Whether every earlier `note_stored` has arrived; blocks up to `timeout_s` for that. Never raises."""
         ...
 
 
@@ -97,10 +97,6 @@ class KVIndex:
             self._listed.clear()
             self._unlisted = Presence.ABSENT
             self._list(present, Presence.PRESENT)
-
-    def clear(self) -> None:
-        """The engine dropped all of its KV."""
-        self.resync(b"")
 
     def presence(self, keys: bytes) -> bytes:
         """One byte per key, its `Presence`. What is asked for is in use, and so not forgotten next, its head last."""

@@ -3,7 +3,8 @@
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from hs_cache.kv_presence import KVPresence, Presence
 
@@ -54,18 +55,35 @@ class KVSide:
 
     def settle_notes(self, timeout_s: float) -> None:
         """Wait until what was noted has arrived, at most `timeout_s`; not at all while the KV side is left alone."""
-        if self._kv is not None:
-            self._kv.settle_notes(0.0 if self._is_quiet() else timeout_s)
+        if self._kv is None:
+            return
+        if not self._take_turn():
+            self._kv.settle_notes(0.0)
+            return
+        with self._waiting(timeout_s):
+            if not self._kv.settle_notes(timeout_s):
+                raise TimeoutError("it does not take in what is stored")
 
     def _answers(self, kv: KVPresence, keys: bytes, count: int, timeout_s: float) -> list[Presence]:
-        unknown = [Presence.UNKNOWN] * count
-        if self._is_quiet() or not self._turns.acquire(timeout=_TURN_S):
-            return unknown
+        states = [Presence.UNKNOWN] * count
+        if self._take_turn():
+            with self._waiting(timeout_s):
+                answers = [Presence(answer) for answer in kv.presence(keys, timeout_s)]
+                if len(answers) != count:
+                    raise ValueError(f"{len(answers)} answers for {count} chunks")
+                self._in_trouble = False
+                states = answers
+        return states
+
+    def _take_turn(self) -> bool:
+        """Whether a call may wait for the KV side now; then `_waiting` gives the turn back."""
+        return time.monotonic() >= self._quiet_until and self._turns.acquire(timeout=_TURN_S)
+
+    @contextmanager
+    def _waiting(self, timeout_s: float) -> Iterator[None]:
         started = time.monotonic()
         try:
-            states = [Presence(answer) for answer in kv.presence(keys, timeout_s)]
-            if len(states) != count:
-                raise ValueError(f"{len(states)} answers for {count} chunks")
+            yield
         # The KV side is foreign code: whatever it raises, the rows stay and the prefix ends.
         except Exception as error:
             if time.monotonic() - started > timeout_s / 2:
@@ -78,11 +96,5 @@ class KVSide:
                     type(error).__name__,
                     error,
                 )
-            return unknown
         finally:
             self._turns.release()
-        self._in_trouble = False
-        return states
-
-    def _is_quiet(self) -> bool:
-        return time.monotonic() < self._quiet_until

@@ -34,7 +34,7 @@ Sender = Callable[[Sequence[int]], None]
 class Attached(Protocol):
     """A client of this process that maps a pool."""
 
-    def drop_incarnation(self, incarnation: bytes) -> None:
+    def drop(self, incarnation: bytes) -> None:
         """The owner of that pool is gone: let go of it."""
         ...
 
@@ -157,7 +157,7 @@ class Releaser:
                 self._senders.pop(incarnation, None)
                 self._ended.pop(incarnation, None)
             for client in clients:
-                client.drop_incarnation(incarnation)
+                client.drop(incarnation)
 
 
 def _collect(pid: int, ends: "SimpleQueue[tuple[bytes, int]]", lease: tuple[bytes, int]) -> None:

@@ -139,6 +139,7 @@ class LeaseRequest:
     """The longest prefix of `keys` with every layer of `layers`, held for the client until it releases `hold_id`.
 
     With `first_chunk`, the run of chunks from there on. `hinted`: the directory said that the keys are on this node.
+    Where rows are sent, those of tokens before `start_token` are left out.
     """
 
     incarnation: bytes
@@ -149,6 +150,7 @@ class LeaseRequest:
     layers: tuple[int, ...]
     timeout_s: float
     first_chunk: int = 0
+    start_token: int = 0
     hinted: bool = False
     releases: tuple[int, ...] = ()
 
@@ -193,8 +195,12 @@ class PublishReply:
 
 @dataclass(frozen=True, slots=True)
 class ControllerStatistics:
-    """A `CacheController`: the nodes that publish to it, the keys they have, and how often it was asked for some."""
+    """A `CacheController`: the nodes that publish to it, the keys they have, and how often it was asked for some.
 
+    `membership_version` grows whenever a node joins, leaves, or comes back with another pool.
+    """
+
+    membership_version: int
     nodes: tuple[str, ...]
     num_keys: int
     locates_total: int

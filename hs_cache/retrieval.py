@@ -41,7 +41,10 @@ class Ask:
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows ``first .. first + num_tokens`` of all layers: in `memory` at `runs`, or still behind `ref`."""
+    """Rows ``first .. first + num_tokens`` of all layers: in `memory` at `runs`, or still behind `ref`.
+
+    Behind a ref there are only the rows that were asked for: one run per layer.
+    """
 
     specs: tuple[LayerSpec, ...]
     first: int
@@ -56,9 +59,11 @@ class Piece:
         return self.first + self.num_tokens
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all rows."""
-        return sum(spec.row_bytes for spec in self.specs) * self.num_tokens
+    def nbytes_sent(self) -> int:
+        """Bytes behind `ref`."""
+        if self.ref is None:
+            return 0
+        return sum(spec.row_bytes * run.num_tokens for spec, run in zip(self.specs, self.runs, strict=True))
 
 
 def check_ask(
@@ -197,9 +202,9 @@ def _check_out(out: Any, layers: tuple[int, ...], num_rows: int, dtype: torch.dt
             )
         check_dense(f"out of layer {layer}", buffer)
         check_dtype("out.dtype", buffer.dtype)
-        if any(stride == 0 and size > 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
+        if _overlaps_itself(buffer):
             raise InvalidInputError(
-                f"out: got an expanded tensor for layer {layer}, expected one with memory of its own"
+                f"out: got strides {buffer.stride()} for layer {layer}, expected elements with memory of their own"
             )
         if dtype is not None and buffer.dtype != dtype:
             raise InvalidInputError(f"out: got {buffer.dtype} for layer {layer}, expected {dtype} as dtype says")
@@ -226,6 +231,16 @@ class _Layout:
             "typestr": f"|V{rows.itemsize}",
             "data": (self.start, False),
         }
+
+
+def _overlaps_itself(rows: torch.Tensor) -> bool:
+    """Whether elements may share memory; also True for some that interleave without doing so."""
+    free_from = 1
+    for stride, size in sorted((step, n) for step, n in zip(rows.stride(), rows.shape, strict=True) if n > 1):
+        if stride < free_from:
+            return True
+        free_from += stride * (size - 1)
+    return False
 
 
 def _overlap(buffers: Iterable[torch.Tensor]) -> bool:

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -151,8 +151,11 @@ class Router:
         """The service's name."""
         return self._service
 
-    def locate(self) -> Located:
+    def locate(self, avoid: Set[str] = frozenset()) -> Located:
         """Blocks for two or three calls to the cluster's control store.
+
+        Args:
+            avoid: nodes that are to serve a process on another node only if there are no others.
 
         Raises:
             ServiceNotRunningError: no node has an actor of this service.
@@ -163,7 +166,7 @@ class Router:
         nodes = nodes_of(self._service)
         if not nodes:
             raise self._no_nodes()
-        node_id = here if here in nodes else rendezvous(here, nodes)
+        node_id = here if here in nodes else rendezvous(here, set(nodes) - avoid or nodes)
         peer = RayPeer(find_actor(self._service, HIDDEN_STATES, node_id), node_id)
         return Located(peer, RayPeer(find_actor(self._service, KV, node_id), node_id), here)
 
@@ -260,7 +263,7 @@ class Router:
         return self._peers.get(effect.node_id) if isinstance(effect, Find) else None
 
     def _look_up(self, effect: Locate | Find) -> Located | RayPeer:
-        return self.find(effect.node_id) if isinstance(effect, Find) else self.locate()
+        return self.find(effect.node_id) if isinstance(effect, Find) else self.locate(effect.avoid)
 
     def _failed(self, effect: Call | Begin | Fetch, error: Exception) -> Exception:
         if isinstance(effect, Fetch):

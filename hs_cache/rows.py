@@ -161,10 +161,14 @@ def flatten(rows: Iterable[torch.Tensor]) -> Flat:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def flatten_runs(memory: Any, runs: Iterable[Run], specs: tuple[LayerSpec, ...]) -> Flat:
-    """Leased rows as `flatten` lays them out: a view where one run holds all, else a copy."""
-    pool, by_layer = np.frombuffer(memory, dtype=np.uint8), {spec.layer_idx: spec for spec in specs}
-    parts = [pool[run.offset : run.offset + run.num_tokens * by_layer[run.layer_idx].row_bytes] for run in runs]
+def flatten_runs(memory: Any, runs: Iterable[Run], specs: tuple[LayerSpec, ...], start: int = 0) -> Flat:
+    """Leased rows of tokens `start` and on, as `flatten` lays them out: a view where one run holds all, else a copy."""
+    pool, row_bytes = np.frombuffer(memory, dtype=np.uint8), {spec.layer_idx: spec.row_bytes for spec in specs}
+    parts = []
+    for run in runs:
+        first = min(max(start - run.start_token, 0), run.num_tokens)
+        size = row_bytes[run.layer_idx]
+        parts.append(pool[run.offset + first * size : run.offset + run.num_tokens * size])
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 

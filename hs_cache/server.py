@@ -159,16 +159,20 @@ class CacheServer:
 
     @contextmanager
     def lease_rows(self, request: LeaseRequest) -> Iterator[tuple[LeaseReply, Callable[[], Flat | None]]]:
-        """A retrieve for a client without the mapping: the reply, and a function that gives the rows, None on a miss.
+        """A retrieve for a client without the mapping: the reply, and a function that gives the rows from
+        ``request.start_token`` on, None where there are none.
 
         Rows are laid out as `hs_cache.rows.flat_runs` says. They may be a view of the pool, leased until the context
         ends: copy them before.
         """
         with self._own_hold() as hold:
             reply = self._lease(hold, request)
+            end = request.first_chunk * self._config.chunk_size + reply.num_tokens
 
             def rows() -> Flat | None:
-                return flatten_runs(self._memory, reply.runs, reply.specs) if reply.num_tokens else None
+                if not reply.num_tokens or end <= request.start_token:
+                    return None
+                return flatten_runs(self._memory, reply.runs, reply.specs, request.start_token)
 
             yield reply, rows
 

@@ -19,7 +19,6 @@ from hs_cache.errors import (
     ConfigMismatchError,
     InvalidInputError,
     ServiceError,
-    ServiceTimeoutError,
     StaleIncarnationError,
 )
 from hs_cache.gathering import Gathered, Gatherer, Share
@@ -36,7 +35,7 @@ from hs_cache.planning import StorePlan, check_keys, check_seconds, plan_store
 from hs_cache.results import CacheStatistics, PrefixHit, StoreResult
 from hs_cache.retrieval import Ask, Copies, Piece, check_ask, make_hit, map_rows, view_arrived
 from hs_cache.rows import Flat, copy_in, flatten
-from hs_cache.troubles import Reported, Troubles
+from hs_cache.troubles import Reported, Suspects, Troubles
 
 logger = logging.getLogger(__name__)
 
@@ -74,11 +73,12 @@ class Session:
         self._strict = strict
         self._config: CacheConfig | None = None
         self._database: TokenDatabase | None = None
-        self._attachment = Attachment()
+        suspects = Suspects()
+        self._attachment = Attachment(suspects)
         self._lock = threading.Lock()
         self._process = this_process()
         self._troubles = Troubles(strict=strict)
-        self._gatherer = Gatherer(self._troubles)
+        self._gatherer = Gatherer(self._troubles, suspects)
         self._counts = dict.fromkeys(_COUNTERS, 0)
 
     @classmethod
@@ -277,13 +277,14 @@ class Session:
                     link = yield from self._connected(budget)
                     result = yield from body(link)
                 except StaleIncarnationError as stale:
-                    self._attachment.drop(link)
+                    if link is not None:
+                        self._attachment.drop(link.incarnation)
                     if last:
                         error = ServiceError(f"the node refuses what it has just granted: {stale}")
                         self._troubles.report(error, "the cache")
                 except ServiceError as error:
-                    if not isinstance(error, ServiceTimeoutError):  # else the actor may still be there, and only slow
-                        self._attachment.drop(link)
+                    if link is not None:
+                        self._attachment.fail(link, error)
                     self._troubles.report(error, "the cache")
                     break
                 else:

@@ -1,11 +1,15 @@
-"""What a client makes of trouble with the service: it is counted, logged once, and raised only for strict callers."""
+"""What a client makes of trouble with the service: it is counted, logged once, and raised only for strict callers; and
+who didn't answer is left alone for a while."""
 
 import logging
 import threading
+import time
 
 from hs_cache.errors import ServiceError, ServiceTimeoutError
 
 logger = logging.getLogger(__name__)
+
+_SUSPICION_S = 5.0
 
 
 class Reported(Exception):
@@ -58,3 +62,22 @@ class Troubles:
     def recovered(self, what: str) -> None:
         """`what` is well, so that its next trouble is news."""
         self._known.discard(what)
+
+
+class Suspects:
+    """Who did not answer a moment ago: asking them again would cost every operation its deadline. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._until: dict[str, float] = {}
+
+    def add(self, name: str) -> None:
+        """Suspect a node, or whatever else has a name, for five seconds from now on."""
+        self._until[name] = time.monotonic() + _SUSPICION_S
+
+    def names(self) -> frozenset[str]:
+        """Who is under suspicion now."""
+        now = time.monotonic()
+        for name, until in list(self._until.items()):
+            if until <= now:
+                self._until.pop(name, None)
+        return frozenset(self._until)

@@ -13,7 +13,7 @@ import sys
 import textwrap
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -89,8 +89,8 @@ class IndexedKV:
     def note_stored(self, keys: bytes) -> None:
         self._index.note_stored(keys)
 
-    def settle_notes(self, timeout_s: float) -> None:
-        pass
+    def settle_notes(self, timeout_s: float) -> bool:
+        return True
 
 
 class Clock:
@@ -166,6 +166,7 @@ class Node:
 
     Attributes:
         calls: methods called, in order.
+        bytes_sent: of rows, through the object store.
     """
 
     _numbers = itertools.count()
@@ -185,6 +186,7 @@ class Node:
         self._slots = slots
         self.unreachable = False
         self.calls: list[str] = []
+        self.bytes_sent = 0
         self.controller = controller or Controller()
         self.controller.nodes[self.name] = self
         self.restart()
@@ -218,6 +220,7 @@ class Node:
         if method == "retrieve_rows":
             with self.server.lease_rows(*args) as (reply, rows):
                 flat = rows()
+                self.bytes_sent += 0 if flat is None else flat.nbytes
                 return reply, None if flat is None else flat.copy()
         return getattr(self.server, method)(*args)
 
@@ -359,11 +362,17 @@ class DirectCache:
                 self.clock.advance(self.waits[-1])
             raise
 
+    def _serving(self, avoid: Set[str]) -> Node:
+        if self.node.name == self._node_id or self.node.name not in avoid:
+            return self.node
+        return next((node for name, node in self.node.controller.nodes.items() if name not in avoid), self.node)
+
     def result(self, effect: Effect) -> Any:
         """What an effect results in, without any fault."""
         controller = self.node.controller
         if isinstance(effect, Locate):
-            return Located(DirectPeer(self.node, "hidden_states"), DirectPeer(self.node, "kv"), self._node_id)
+            node = self._serving(effect.avoid)
+            return Located(DirectPeer(node, "hidden_states"), DirectPeer(node, "kv"), self._node_id)
         if isinstance(effect, Find):
             if effect.node_id is None:
                 return DirectPeer(controller, "controller")

@@ -313,7 +313,7 @@ class _Run:
 
     def _members(self) -> list[str]:
         with suppress(RayError):
-            _, nodes = ray.get(find_controller(self._service).members.remote(), timeout=2)
+            nodes = ray.get(find_controller(self._service).stats.remote(), timeout=2).nodes
             return sorted(nodes)
         return []
 

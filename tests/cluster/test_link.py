@@ -290,7 +290,7 @@ class Driver:
 
     def num_nodes(self) -> int:
         """Nodes of the service, as its controller knows them."""
-        _, nodes = ray.get(find_controller("default").members.remote(), timeout=5)
+        nodes = ray.get(find_controller("default").stats.remote(), timeout=5).nodes
         return len(nodes)
 
     def store(self, prompt: int, start: int = 0, stop: int = TOKENS) -> int:

@@ -76,10 +76,10 @@ def test_resync_makes_everything_else_absent_until_it_is_heard_of_again() -> Non
     assert index.stats().unlisted == "absent"
 
 
-def test_clear_is_a_resync_to_nothing() -> None:
+def test_a_resync_to_nothing_says_that_all_is_gone() -> None:
     index = make_index()
     index.report_stored(blob("ab"))
-    index.clear()
+    index.resync(b"")
     assert list(index.presence(blob("ab"))) == [ABSENT, ABSENT]
     assert index.stats() == KVStatistics(present=0, absent=0, unknown=0, unlisted="absent", reports_total=2)
 
@@ -122,7 +122,7 @@ def test_asking_lists_nothing() -> None:
 
 def test_after_forgetting_nothing_unlisted_is_called_absent() -> None:
     index = make_index(capacity=2)
-    index.clear()
+    index.resync(b"")
     assert list(index.presence(blob("z"))) == [ABSENT]
     index.report_stored(blob("abc"))
     assert list(index.presence(blob("zabc"))) == [UNKNOWN, UNKNOWN, PRESENT, PRESENT]

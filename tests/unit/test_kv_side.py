@@ -11,7 +11,7 @@ import pytest
 from hs_cache import kv_side
 from hs_cache.kv_presence import KVPresence, Presence
 from hs_cache.kv_side import KVSide
-from tests.direct import Clock
+from tests.direct import Clock, poll
 
 ABSENT, PRESENT, UNKNOWN = Presence.ABSENT, Presence.PRESENT, Presence.UNKNOWN
 KEYS = [bytes([letter]) * 16 for letter in b"abc"]
@@ -23,6 +23,7 @@ class ScriptedKV:
 
     def __init__(self, answer: Callable[[bytes, float], Any]) -> None:
         self.answer = answer
+        self.settle: Callable[[float], bool] = lambda timeout_s: True
         self.asked: list[bytes] = []
         self.noted: list[bytes] = []
         self.waits: list[float] = []
@@ -35,8 +36,9 @@ class ScriptedKV:
     def note_stored(self, keys: bytes) -> None:
         self.noted.append(keys)
 
-    def settle_notes(self, timeout_s: float) -> None:
+    def settle_notes(self, timeout_s: float) -> bool:
         self.waits.append(timeout_s)
+        return self.settle(timeout_s)
 
 
 def all_present(keys: bytes, timeout_s: float) -> bytes:
@@ -230,6 +232,44 @@ def test_after_a_long_failure_it_is_left_alone_for_a_second_and_then_asked_again
     assert ask(side, 1.6) == [PRESENT] * 3
     side.settle_notes(0.8)
     assert kv.waits[-1] == 0.8
+
+
+def test_commits_that_wait_in_vain_count_as_failures_too(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    def never(timeout_s: float) -> bool:
+        clock.advance(timeout_s)
+        return not timeout_s
+
+    kv = ScriptedKV(all_present)
+    kv.settle = never
+    side = make_side(kv)
+    with caplog.at_level(logging.WARNING, logger="hs_cache"):
+        for _ in range(3):
+            side.settle_notes(0.8)
+    assert kv.waits == [0.8, 0.0, 0.0]
+    assert ask(side) == [UNKNOWN] * 3
+    assert len(caplog.records) == 1
+    clock.advance(1.01)
+    assert ask(side) == [PRESENT] * 3
+    side.settle_notes(0.8)
+    assert kv.waits[-1] == 0.8
+
+
+def test_only_so_many_commits_wait_at_a_time() -> None:
+    enough = threading.Event()
+    kv = ScriptedKV(all_present)
+    kv.settle = lambda timeout_s: not timeout_s or enough.wait(20)
+    side = make_side(kv)
+    threads = [threading.Thread(target=side.settle_notes, args=(20.0,)) for _ in range(40)]
+    for thread in threads:
+        thread.start()
+    try:
+        poll(lambda: sum(not thread.is_alive() for thread in threads) == 40 - kv_side._MAX_WAITING, "the others go on")
+        assert ask(side) == [UNKNOWN] * 3
+    finally:
+        enough.set()
+        for thread in threads:
+            thread.join()
+    assert ask(side) == [PRESENT] * 3
 
 
 def test_after_an_immediate_failure_it_is_asked_again_at_once(clock: Clock) -> None:

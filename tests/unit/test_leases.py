@@ -139,7 +139,7 @@ class Client:
     def __init__(self) -> None:
         self.dropped: list[bytes] = []
 
-    def drop_incarnation(self, incarnation: bytes) -> None:
+    def drop(self, incarnation: bytes) -> None:
         self.dropped.append(incarnation)
 
 

@@ -130,8 +130,10 @@ def test_buffers_without_a_row_share_nothing() -> None:
 
 
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
-    "expanded": (lambda: empty(1, HIDDEN_DIM).expand(NUM_TOKENS, -1), "got an expanded tensor for layer 1"),
-    "expanded columns": (lambda: empty(NUM_TOKENS, 1).expand(-1, HIDDEN_DIM), "got an expanded tensor for layer 1"),
+    "expanded": (lambda: empty(1, HIDDEN_DIM).expand(NUM_TOKENS, -1), "got strides"),
+    "expanded columns": (lambda: empty(NUM_TOKENS, 1).expand(-1, HIDDEN_DIM), "got strides"),
+    "overlapping rows": (lambda: empty(20).as_strided((NUM_TOKENS, HIDDEN_DIM), (2, 1)), "got strides"),
+    "overlapping columns": (lambda: empty(40).as_strided((NUM_TOKENS, HIDDEN_DIM), (2, 3)), "got strides"),
     "meta": (lambda: torch.empty(NUM_TOKENS, HIDDEN_DIM, device="meta"), "out of layer 1: got a .*expected a dense"),
     "sparse": (lambda: torch.eye(NUM_TOKENS).to_sparse(), "out of layer 1: got a sparse.*expected a dense"),
     "requires grad": (lambda: empty().requires_grad_(), "got a buffer that requires grad for layer 1"),

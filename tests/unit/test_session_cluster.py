@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hs_cache import effects, gathering, session
+from hs_cache import effects, gathering, session, troubles
 from hs_cache.errors import InvalidInputError, ServiceError, ServiceTimeoutError
 from hs_cache.results import PrefixHit
 from hs_cache.retrieval import Ask, Piece
@@ -42,7 +42,7 @@ TIMEOUT_S = 2.0
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (effects, gathering, session):
+    for module in (effects, troubles, session):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -108,6 +108,13 @@ def test_any_window_of_it_and_only_its_rows_travel(far: bool) -> None:
         check(hit, start=start)
     cache.retrieve(TOKENS, 0, start=16)
     assert cache.effects.count("Fetch") == (4 if far else 3), "an answer each, and the rows of the last"
+    row_bytes = 2 * HIDDEN_DIM
+    for start, of_each in ((0, [8, 8, 8]), (3, [5, 8, 8]), (13, [0, 3, 8]), (24, [0, 0, 0])):
+        for node in nodes:
+            node.bytes_sent = 0
+        check(cache.retrieve(TOKENS, 0, start=start), start=start)
+        expected = of_each if far else [0, *of_each[1:]]
+        assert [node.bytes_sent for node in nodes] == [rows * row_bytes for rows in expected]
     settled(nodes)
 
 
@@ -325,7 +332,9 @@ class Asleep:
         raise TimeoutError
 
     def note_stored(self, keys: bytes) -> None: ...
-    def settle_notes(self, timeout_s: float) -> None: ...
+
+    def settle_notes(self, timeout_s: float) -> bool:
+        return True
 
 
 @pytest.mark.parametrize("far", [False, True], ids=["with a pool", "without a pool"])
@@ -458,7 +467,7 @@ def test_a_fault_at_any_effect_is_a_shorter_prefix_in_time_and_leaks_nothing(
             node.unreachable = False
         nodes[0].controller.unreachable = False
         nodes[0].controller.hear_all()
-        clock.advance(gathering._SUSPICION_S)
+        clock.advance(troubles._SUSPICION_S)
         hit = cache.retrieve(TOKENS, [0, 1])
         check(hit, (0, 1))
         assert hit.num_tokens == {"own node restarts": 0, "second node restarts": 8}.get(fault, 24) or not met
@@ -521,6 +530,29 @@ def test_rows_that_are_lost_after_the_answer_end_the_prefix_there(clock: Clock) 
     assert cache.effects == ["stats"], "the attachment to the own node was kept"
 
 
+def test_a_client_whose_serving_node_does_not_answer_is_served_by_another(clock: Clock) -> None:
+    nodes = make_nodes()
+    spread(nodes)
+    put_part(nodes[1], "abcdef", 0)
+    nodes[0].controller.hear_all()
+    for operation in (lambda cache: cache.put(make_tokens("xy")), lambda cache: cache.retrieve(TOKENS)):
+        far, near = DirectCache(nodes[0], far=True, clock=clock), DirectCache(nodes[0], clock=clock)
+        for cache, its_answer in ((far, 1), (near, 0)):  # the far one copies rows, or only begins a call, before
+            cache.faults[its_answer] = lost_call
+            begun = clock.monotonic()
+            operation(cache)
+            assert clock.monotonic() - begun == pytest.approx(TIMEOUT_S)
+        calls = len(nodes[0].calls)
+        begun = clock.monotonic()
+        assert far.retrieve(TOKENS).num_tokens == 24
+        assert far.put(make_tokens("z")).failed == 0
+        assert (clock.monotonic(), len(nodes[0].calls)) == (begun, calls)
+        assert near.retrieve(TOKENS).num_tokens == 24
+        assert len(nodes[0].calls) > calls, "a client on the node itself stays with it"
+        clock.advance(troubles._SUSPICION_S)
+    settled(nodes)
+
+
 def test_who_did_not_answer_is_not_asked_again_for_a_while(clock: Clock) -> None:
     nodes = make_nodes()
     spread(nodes)
@@ -539,7 +571,7 @@ def test_who_did_not_answer_is_not_asked_again_for_a_while(clock: Clock) -> None
     put_part(nodes[2], "abcd", 2)
     nodes[0].controller.hear_all()
     assert cache.retrieve(TOKENS).num_tokens == 24, "another one is"
-    clock.advance(gathering._SUSPICION_S)
+    clock.advance(troubles._SUSPICION_S)
     for key in cache.session.chunk_keys(TOKENS, ()):
         nodes[2].server.drop_key(key)
     nodes[0].controller.hear_all()
@@ -583,7 +615,7 @@ def test_without_the_controller_what_is_here_is_served(
     stats = cache.run(cache.session.stats())
     assert (stats.timeouts_total, stats.unreachable_total) == ((1, 0) if slow else (0, 4))
     nodes[0].controller.unreachable = False
-    clock.advance(gathering._SUSPICION_S)
+    clock.advance(troubles._SUSPICION_S)
     assert cache.retrieve(TOKENS).num_tokens == 24
     nodes[0].controller.unreachable = True
     cache.retrieve(TOKENS)
@@ -625,7 +657,7 @@ def test_a_client_whose_own_node_is_gone_finds_what_others_have(
     assert cache.retrieve(TOKENS).ended_by == "unreachable"
     for node in nodes:
         node.unreachable = False
-    clock.advance(gathering._SUSPICION_S)
+    clock.advance(troubles._SUSPICION_S)
     assert cache.retrieve(TOKENS).num_tokens == 24
     settled(nodes)
 
@@ -853,7 +885,7 @@ def test_an_outage_of_one_node_is_logged_once(clock: Clock, caplog: pytest.LogCa
         nodes[1].unreachable = True
         for _ in range(3):
             assert cache.retrieve(TOKENS).num_tokens == 8
-            clock.advance(gathering._SUSPICION_S)
+            clock.advance(troubles._SUSPICION_S)
         nodes[1].unreachable = False
         assert cache.retrieve(TOKENS).num_tokens == 24
         warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
