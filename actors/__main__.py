@@ -5,7 +5,7 @@ import json
 import click
 
 from actors import deploy
-from hs_cache.cli import cli, join, read_config, service_options
+from hs_cache.cli import cli, join_quietly, read_config, service_options
 from hs_cache.router import is_running
 
 
@@ -15,17 +15,19 @@ from hs_cache.router import is_running
 def start(address: str | None, service: str, as_json: bool, config: str | None) -> None:
     """Start a service on the nodes of a Ray cluster, or complete one that runs."""
     settings = read_config(config)
-    join(address)
+    join_quietly(address)
     nodes = deploy.start(settings, service=service)
     if as_json:
         click.echo(json.dumps({"service": service, "nodes": [{"node_id": node_id} for node_id in nodes]}))
         return
     running = deploy.running_config(service)
+    wanted = running.model_dump(mode="json", include={"node_selector"})["node_selector"]
     if nodes:
-        size = running.max_hidden_state_cpu_size
-        click.echo(f"Service {service!r} runs on {len(nodes)} node{'s' if len(nodes) > 1 else ''}, {size:g} GiB each.")
+        click.echo(
+            f"Service {service!r} runs on {len(nodes)} node{'s' if len(nodes) > 1 else ''}, "
+            f"{running.max_hidden_state_cpu_size:g} GiB each (node_selector {json.dumps(wanted)})."
+        )
     else:
-        wanted = running.model_dump(mode="json", include={"node_selector"})["node_selector"]
         click.echo(
             f"Service {service!r} runs, but no node matches its node_selector ({json.dumps(wanted)}) yet; "
             "each one that joins and does gets a pool."
@@ -36,7 +38,7 @@ def start(address: str | None, service: str, as_json: bool, config: str | None) 
 @service_options
 def stop(address: str | None, service: str, as_json: bool) -> None:
     """Stop a service on all nodes. Rows that clients hold stay valid."""
-    join(address)
+    join_quietly(address)
     ran = is_running(service)
     stopped = deploy.stop(service=service)
     if as_json:

@@ -17,14 +17,17 @@ from actors.nodes import select_nodes
 from actors.pair import create_pair
 from hs_cache.config import CacheConfig
 from hs_cache.directory import Directory, Membership, Segment
-from hs_cache.errors import HiddenStateCacheError, ServiceError, ServiceTimeoutError
-from hs_cache.messages import ControllerStatistics, LocationBatch, PublishReply
-from hs_cache.router import HIDDEN_STATES, KV, find_actor, nodes_of, translated
+from hs_cache.errors import HiddenStateCacheError, ServiceError
+from hs_cache.messages import ControllerStatistics, LocationBatch, PublishReply, StartProgress
+from hs_cache.router import HIDDEN_STATES, KV, actors_of, find_actor, translated
 
 logger = logging.getLogger(__name__)
 
-_PERIOD_S = 0.5
-_POLL_S = 0.02
+_PERIOD_S, _BUSY_PERIOD_S = 0.5, 0.05
+
+_NOT_ALONE = 2
+"""Nodes that a controller takes for granted before its first look: with one, a node would ask no other."""
+
 _SILENCE_S = 5.0
 """A node that hasn't published for so long (it does every second) is not named to readers until it does again."""
 
@@ -48,9 +51,13 @@ class CacheController:
         self._directory = Directory()
         self._heard: dict[str, float] = {}
         self._dead: frozenset[str] = frozenset()
-        self._num_carriers = 0
+        self._num_carriers = _NOT_ALONE
         self._locates = 0
-        self._watching = threading.Lock()
+        self._wanted = threading.Event()
+        self._afresh = False
+        self._progress = StartProgress(0, (), (), None)
+        # Below: of the watching thread only.
+        self._ready: set[str] = set()
         self._creating: dict[str, Any] = {}
         self._failed: dict[str, tuple[float, HiddenStateCacheError]] = {}
         threading.Thread(target=self._watch, name="hs_cache-watch", daemon=True).start()
@@ -87,28 +94,18 @@ class CacheController:
             nodes = tuple(member.node_id for member in self._membership.members())
             return ControllerStatistics(self._membership.version, nodes, len(self._directory), self._locates)
 
-    def complete(self, timeout_s: float) -> list[str]:
-        """Bring every matching node's actors up. Blocks until they answer, at most `timeout_s`. Returns the nodes.
+    def look_again(self) -> int:
+        """Have the nodes looked at now, and nodes that failed tried again. `progress` from the number returned on says
+        what came of it. Doesn't block."""
+        with self._lock:
+            self._afresh = True
+            self._wanted.set()
+            return self._progress.number + 2  # a look that is going on may have begun before
 
-        Raises:
-            ServiceTimeoutError: some don't answer in time.
-            HiddenStateCacheError: what went wrong on the first node where something did; the others are brought up.
-        """
-        deadline = time.monotonic() + timeout_s
-        with self._watching:
-            self._failed.clear()
-        while True:
-            with self._watching:
-                matching = self._reconcile()
-                missing = set(matching).difference(nodes_of(self._service)).union(self._creating)
-                failed = [error for node_id, (_, error) in self._failed.items() if node_id in matching]
-            if failed and not self._creating:
-                raise failed[0]
-            if missing.isdisjoint(matching):
-                return matching
-            if time.monotonic() > deadline:
-                raise ServiceTimeoutError(f"no actors after {timeout_s:.0f} s on: {', '.join(sorted(missing))}")
-            time.sleep(_POLL_S)
+    def progress(self) -> StartProgress:
+        """How far the nodes were at the last look."""
+        with self._lock:
+            return self._progress
 
     def _num_nodes(self) -> int:
         # While the first nodes come, and after a restart, those that have published are too few.
@@ -117,28 +114,34 @@ class CacheController:
     def _watch(self) -> None:
         trouble = ""
         while True:
+            self._wanted.clear()
             try:
-                with self._watching:
-                    self._reconcile()
+                self._reconcile()
                 trouble = ""
             # If this thread ended, no node that joins would be served any more, and nothing would tell.
             except Exception as error:
                 if str(error) != trouble:
                     trouble = str(error)
                     logger.warning("the nodes of the cluster could not be looked at: %s", trouble, exc_info=True)
-            time.sleep(_PERIOD_S)
+            self._wanted.wait(_BUSY_PERIOD_S if self._creating else _PERIOD_S)
 
-    def _reconcile(self) -> list[str]:
-        """One look at the cluster: create what is missing, forget what is gone. Returns the nodes that match."""
+    def _reconcile(self) -> None:
+        """One look at the cluster: create what is missing, forget what is gone."""
+        with self._lock:
+            afresh, self._afresh = self._afresh, False
+        if afresh:
+            self._failed.clear()
         nodes = ray.nodes()  # type: ignore[no-untyped-call]
         alive = {node["NodeID"] for node in nodes if node["Alive"]}
         matching = select_nodes(self._config, nodes)
-        listed = {kind: set(nodes_of(self._service, kind)) for kind in (HIDDEN_STATES, KV)}
+        listed = actors_of(self._service)
+        self._ready &= listed[HIDDEN_STATES] & listed[KV]
         self._collect(alive)
         now = time.monotonic()
         for node_id in matching:
             waiting = node_id in self._failed and now < self._failed[node_id][0] + _RETRY_S
-            if node_id not in listed[HIDDEN_STATES] and node_id not in self._creating and not waiting:
+            # Also where actors are listed that are not known to be ours: whether they are is found out there.
+            if node_id not in self._ready and node_id not in self._creating and not waiting:
                 self._creating[node_id] = self._create(node_id)
         for kind, there in listed.items():
             for node_id in there - alive:
@@ -153,7 +156,13 @@ class CacheController:
                     self._membership.leave(member.node_id)
                     self._directory.remove(member.node_id)
                     del self._heard[member.node_id]
-        return matching
+            failures = [error for node_id, (_, error) in self._failed.items() if node_id in matching]
+            self._progress = StartProgress(
+                self._progress.number + 1,
+                tuple(matching),
+                tuple(node_id for node_id in matching if node_id not in self._ready and node_id not in self._failed),
+                failures[0] if failures else None,
+            )
 
     def _create(self, node_id: str) -> Any:
         place = NodeAffinitySchedulingStrategy(node_id, soft=False)
@@ -182,6 +191,7 @@ class CacheController:
                 self._failed[node_id] = (time.monotonic(), failure)
             else:
                 self._failed.pop(node_id, None)
+                self._ready.add(node_id)
 
     def _end(self, kind: str, node_id: str) -> None:
         """End an actor whose node is gone. It won't come back under this id, and its name would be listed for ever."""

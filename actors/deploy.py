@@ -19,10 +19,12 @@ from hs_cache.errors import (
     ServiceNotRunningError,
     ServiceTimeoutError,
 )
+from hs_cache.messages import StartProgress
 from hs_cache.router import (
     HIDDEN_STATES,
     KV,
     NAMESPACE,
+    actors_of,
     controller_name,
     find_actor,
     find_controller,
@@ -33,6 +35,7 @@ from hs_cache.router import (
 
 _READY_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 30.0
+_POLL_S = 0.05
 _HEAD = "node:__internal_head__"
 """A resource that Ray gives to the head node, 1.0 of it."""
 
@@ -72,14 +75,40 @@ def start(config: CacheConfig, *, service: str = "default") -> list[str]:
         .remote(service, decided)
     )
     try:
-        _check_agrees(config, ray.get(actor.config.remote(), timeout=_READY_TIMEOUT_S))
-        ready: list[str] = ray.get(actor.complete.remote(_READY_TIMEOUT_S), timeout=_READY_TIMEOUT_S + 5)
+        if differing := config.differences(ray.get(actor.config.remote(), timeout=_READY_TIMEOUT_S)):
+            raise ConfigMismatchError(f"the service runs with other settings: {'; '.join(differing)}")
+        return _wait_for_nodes(actor)
     except Exception as error:
         cause = translated(error, "starting the service")
-        if begun and isinstance(cause, PoolError | ServiceError) and not isinstance(cause, ServiceTimeoutError):
+        failed = isinstance(cause, PoolError | ServiceError) and not isinstance(cause, ServiceTimeoutError)
+        if begun and failed and _is_controller(actor, service):
             stop(service=service)
         raise cause from error
-    return ready
+
+
+def _is_controller(actor: Any, service: str) -> bool:
+    """Whether it still is this one: the service may have been stopped, and begun anew by someone else."""
+    try:
+        return bool(find_controller(service)._actor_id == actor._actor_id)
+    except ServiceError:
+        return False
+
+
+def _wait_for_nodes(actor: Any) -> list[str]:
+    """The nodes, as soon as all of them have their actors, or have failed."""
+    deadline = time.monotonic() + _READY_TIMEOUT_S
+    number: int = ray.get(actor.look_again.remote(), timeout=_READY_TIMEOUT_S)
+    while True:
+        progress: StartProgress = ray.get(actor.progress.remote(), timeout=_READY_TIMEOUT_S)
+        if progress.number >= number and not progress.missing:
+            break
+        if time.monotonic() > deadline:
+            missing = ", ".join(progress.missing) or "nodes that can't be looked at"
+            raise ServiceTimeoutError(f"no actors after {_READY_TIMEOUT_S:.0f} s on: {missing}")
+        time.sleep(_POLL_S)
+    if progress.failure is not None:
+        raise progress.failure
+    return list(progress.matching)
 
 
 def running_config(service: str) -> CacheConfig:
@@ -93,18 +122,6 @@ def running_config(service: str) -> CacheConfig:
     except Exception as error:
         raise translated(error, "asking the controller") from error
     return config
-
-
-def _check_agrees(config: CacheConfig, running: CacheConfig) -> None:
-    # Whether a client wants the cache says nothing of how the service runs, and the running one has decided on `auto`.
-    asked = {name: getattr(config, name) for name in sorted(config.model_fields_set - {"enable_hidden_state_cache"})}
-    differing = [
-        f"{name} is {getattr(running, name)!r}, asked for {value!r}"
-        for name, value in asked.items()
-        if getattr(running, name) != value and value != "auto"
-    ]
-    if differing:
-        raise ConfigMismatchError(f"the service runs with other settings: {'; '.join(differing)}")
 
 
 def stop(*, service: str = "default") -> int:
@@ -128,8 +145,9 @@ def _actors_of(service: str) -> list[Any]:
     found: list[Any] = []
     with suppress(ServiceNotRunningError):
         found.append(find_controller(service))
+    listed = actors_of(service)
     for kind in (HIDDEN_STATES, KV):
-        for node_id in nodes_of(service, kind):
+        for node_id in listed[kind]:
             with suppress(ServiceNotRunningError):
                 found.append(find_actor(service, kind, node_id))
     return found

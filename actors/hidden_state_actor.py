@@ -8,11 +8,14 @@ import logging
 import pkgutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import ActorDiedError
 
 from hs_cache.config import CacheConfig
 from hs_cache.errors import PoolTooLargeError, ServiceError
@@ -40,22 +43,42 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SERVER, _PICKLED_ROWS = "hs_cache.server:CacheServer", "hs_cache.rows:PickledRows"
+ROWS = "rows"
+"""The concurrency group of calls that wait for the object store, so that they don't take the threads of all others."""
+
 _SWEEP_PERIOD_S = 1.0
 _HEADROOM_WAIT_S = 10.0
 
 
 class RayKVPresence:
-    """`hs_cache.kv_presence.KVPresence` over the node's `KVActor`."""
+    """`hs_cache.kv_presence.KVPresence` over the node's `KVActor`.
 
-    def __init__(self, actor: ActorHandle[Any]) -> None:
-        self._actor = actor
+    Args:
+        find: looks the actor up. `look_after` does so again when it is gone for good: another one has its name then.
+    """
+
+    def __init__(self, find: Callable[[], ActorHandle[Any]]) -> None:
+        self._find = find
+        self._actor = find()
+        self._is_gone = False
         self._lock = threading.Lock()
         self._notes: list[Any] = []
 
     def presence(self, keys: bytes, timeout_s: float) -> Sequence[int]:
         """Blocks for one actor call, up to `timeout_s`."""
-        answer: bytes = ray.get(self._actor.presence.remote(keys), timeout=timeout_s)
+        try:
+            answer: bytes = ray.get(self._actor.presence.remote(keys), timeout=timeout_s)
+        except ActorDiedError:
+            self._is_gone = True
+            raise
         return answer
+
+    def look_after(self) -> None:
+        """Find the actor again if it is gone; blocks for the cluster's control store then."""
+        if self._is_gone:
+            with suppress(ServiceError):  # there is none yet
+                self._actor = self._find()
+                self._is_gone = False
 
     def note_stored(self, keys: bytes) -> None:
         """Sends a call, and remembers it for `settle_notes`."""
@@ -98,13 +121,13 @@ class HiddenStateActor:
     def __init__(self, service: str, config: CacheConfig) -> None:
         node_id = ray.get_runtime_context().get_node_id()
         bound = config.kv_source != "none"
-        kv = RayKVPresence(find_actor(service, KV, node_id)) if bound else None
+        self._kv = RayKVPresence(partial(find_actor, service, KV, node_id)) if bound else None
         name = actor_name("hs_cache", service, node_id[:8])
         if ray.get_runtime_context().was_current_actor_reconstructed:
             _wait_for_headroom(config.max_hidden_state_cpu_bytes)
         pool = SharedPool(config.max_hidden_state_cpu_bytes, name=name, pin=True)
         server_class: type[CacheServer] = pkgutil.resolve_name(_SERVER)
-        self._server = server_class(config, pool, node_id=node_id, kv=kv)
+        self._server = server_class(config, pool, node_id=node_id, kv=self._kv)
         self._pickled: type[PickledRows] = pkgutil.resolve_name(_PICKLED_ROWS)
         self._config = config
         self._service = service
@@ -133,6 +156,8 @@ class HiddenStateActor:
 
     def _sweep(self) -> None:
         while not self._stop.wait(_SWEEP_PERIOD_S):
+            if self._kv is not None:
+                self._kv.look_after()
             try:
                 self._server.sweep()
             except OSError as error:  # out of file descriptors, say: nobody counts as gone because of that
@@ -162,10 +187,12 @@ class HiddenStateActor:
         """See `CacheServer.release`."""
         self._server.release(incarnation, client_id, ids)
 
+    @ray.method(concurrency_group=ROWS)
     def store_rows(self, request: ReserveRequest, flat: "Flat") -> CommitReply:
         """See `CacheServer.store_rows`."""
         return self._server.store_rows(request, flat)
 
+    @ray.method(concurrency_group=ROWS)
     def retrieve_rows(self, request: LeaseRequest) -> "Iterator[LeaseReply | Flat | None]":
         """See `CacheServer.lease_rows`; to be called with ``num_returns=2``: the reply, and the rows, None on a miss.
 

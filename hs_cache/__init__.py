@@ -8,7 +8,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hs_cache.client import AsyncHiddenStateCache, HiddenStateCache, aconnect, connect
+    from hs_cache.client import AsyncHiddenStateCache, AsyncKVReports, HiddenStateCache, KVReports, aconnect, connect
     from hs_cache.config import CacheConfig
     from hs_cache.errors import (
         CacheClosedError,
@@ -32,6 +32,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AsyncHiddenStateCache",
+    "AsyncKVReports",
     "CacheClosedError",
     "CacheConfig",
     "CacheStatistics",
@@ -42,6 +43,7 @@ __all__ = [
     "HiddenStateCacheError",
     "HiddenStateRef",
     "InvalidInputError",
+    "KVReports",
     "KeySpace",
     "PoolError",
     "PoolTooLargeError",
@@ -60,7 +62,9 @@ __all__ = [
 
 _HOME = {
     "AsyncHiddenStateCache": "client",
+    "AsyncKVReports": "client",
     "HiddenStateCache": "client",
+    "KVReports": "client",
     "aconnect": "client",
     "connect": "client",
     "CacheConfig": "config",

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -10,20 +11,35 @@ from hs_cache.config import CacheConfig
 from hs_cache.effects import Budget, Call, Locate, Located, Steps
 from hs_cache.errors import CacheClosedError, PoolError, ServiceError, ServiceTimeoutError
 from hs_cache.leases import ClientProcess
+from hs_cache.machine import process_alive
 from hs_cache.messages import AttachReply, ClientInfo
 from hs_cache.shared_pool import PoolMapping
 from hs_cache.troubles import Suspects
 
 logger = logging.getLogger(__name__)
 
+_LOOK_AGAIN_S = 5.0
+
 
 @dataclass(frozen=True)
 class Link:
-    """An attachment to one incarnation of one node's actor. `mapping` is None where its pool can't be opened."""
+    """An attachment to one incarnation of one node's actor.
+
+    Attributes:
+        mapping: of its pool; None where that can't be opened.
+        look_again_at: when, in seconds of the monotonic clock, a link without a mapping is to be made anew: a better
+            one may be possible then.
+    """
 
     located: Located
     incarnation: bytes
     mapping: PoolMapping | None
+    look_again_at: float
+
+    @property
+    def is_final(self) -> bool:
+        """Whether there is no better one."""
+        return self.mapping is not None
 
     @property
     def local(self) -> bool:
@@ -66,7 +82,7 @@ class Attachment:
             if self.closed:
                 raise CacheClosedError("the cache was closed meanwhile")
             take(CacheConfig(**reply.config))
-            if self.link is None or self.link.incarnation != reply.incarnation:
+            if self.link is None or self.link.incarnation != reply.incarnation or not self.link.is_final:
                 self.link = self._link(process, located, reply)
             return self.link
 
@@ -93,14 +109,20 @@ class Attachment:
             self.closed, self.link = True, None
 
     def _link(self, process: ClientProcess, located: Located, reply: AttachReply) -> Link:
-        mapping, reason = None, reply.reason
+        mapping, reason, look_again_at = None, reply.reason, time.monotonic() + _LOOK_AGAIN_S
         if reply.address is not None:
             try:
                 mapping = PoolMapping.open(reply.address)
             except PoolError as error:
                 reason = str(error)
-        if mapping is None:
-            logger.info("rows go through the object store, the pool is not shared: %s", reason)
-        send = partial(located.peer.post, "release", reply.incarnation, process.client_id)
-        process.releaser.connect(reply.incarnation, send, reply.address if mapping else None, self)
-        return Link(located, reply.incarnation, mapping)
+                if not process_alive(reply.address.pid, reply.address.start_time):  # it has ended since it answered
+                    look_again_at = 0.0
+        link = Link(located, reply.incarnation, mapping, look_again_at)
+        if mapping is not None:
+            assert reply.address is not None
+            send = partial(located.peer.post, "release", reply.incarnation, process.client_id)
+            process.releaser.connect(reply.incarnation, send, reply.address, self)
+        elif self.link is None or self.link.incarnation != reply.incarnation:
+            level = logging.WARNING if link.local else logging.INFO
+            logger.log(level, "rows go through the object store, the pool is not shared: %s", reason)
+        return link

@@ -2,8 +2,6 @@
 
 import json
 import logging
-import re
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -18,12 +16,11 @@ from rich.table import Table
 
 from hs_cache.config import CacheConfig
 from hs_cache.errors import ConfigError, HiddenStateCacheError, ServiceError
-from hs_cache.launch import check_service
+from hs_cache.launch import check_service, join
 from hs_cache.messages import ControllerStatistics, NodeStatistics
 from hs_cache.router import HIDDEN_STATES, find_actor, find_controller, is_running, nodes_of
 
 _STATUS_TIMEOUT_S = 5.0
-_REACH_TIMEOUT_S = 5.0
 _GIB = 1 << 30
 _ID_CHARS = 12
 _FILE_COLUMNS = 160
@@ -76,7 +73,7 @@ def cli() -> None:
 @service_options
 def status(address: str | None, service: str, as_json: bool) -> None:
     """Show the nodes of a service, what their pools hold, and whether its controller answers."""
-    join(address)
+    join_quietly(address)
     nodes = [(node_id, _stats_of(service, node_id)) for node_id in nodes_of(service)]
     runs = is_running(service)
     controller = _controller_stats(service) if runs else None
@@ -98,6 +95,11 @@ def status(address: str | None, service: str, as_json: bool) -> None:
         raise SystemExit(1)
 
 
+def join_quietly(address: str | None) -> None:
+    """See `hs_cache.launch.join`; without an address, the cluster that runs on this machine."""
+    join(address or "auto", logging_level=logging.ERROR, log_to_driver=False)
+
+
 def _controller_line(stats: ControllerStatistics | None) -> str:
     if stats is None:
         return "The controller doesn't answer: nodes serve what they have, and what is on others isn't found."
@@ -106,25 +108,6 @@ def _controller_line(stats: ControllerStatistics | None) -> str:
         f"The controller knows {stats.num_keys:,} chunks on {count} node{'s' if count != 1 else ''}, and was asked "
         f"{stats.locates_total:,} times."
     )
-
-
-def join(address: str | None) -> None:
-    """Join a running Ray cluster, quietly.
-
-    Raises:
-        ServiceError: there is none at that address.
-    """
-    try:
-        if host_port := re.fullmatch(r"\[?([^/]+?)\]?:(\d+)", address or ""):
-            # Ray itself goes on trying for minutes.
-            socket.create_connection((host_port[1], int(host_port[2])), timeout=_REACH_TIMEOUT_S).close()
-        ray.init(address=address or "auto", logging_level=logging.ERROR, log_to_driver=False)
-    except (OSError, OverflowError, RuntimeError, ValueError, RayError) as error:
-        where = f"at {address}" if address else "on this machine"
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ServiceError(
-            f"no Ray cluster can be joined {where} (start one with: ray start --head): {reason}"
-        ) from error
 
 
 def _stats_of(service: str, node_id: str) -> NodeStatistics | None:
@@ -146,7 +129,7 @@ def _answer(find: Callable[[], Any]) -> Any:
 
 
 def print_nodes(service: str, nodes: Sequence[tuple[str, NodeStatistics | None]]) -> None:
-    """The table of `status`."""
+    """The table of `status`. Retrieves are those that asked this node, also for clients of other nodes."""
     table = Table(title=f"hs_cache service {service!r}", title_justify="left")
     for name in (
         "node",
@@ -157,15 +140,16 @@ def print_nodes(service: str, nodes: Sequence[tuple[str, NodeStatistics | None]]
         "chunks",
         "clients",
         "retrieves",
-        "hit rate",
-        "tokens",
+        "with a hit",
+        "tokens hit",
     ):
         if name == "node":
             table.add_column(name, min_width=_ID_CHARS)
         else:
             table.add_column(name, justify="right")
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}  # type: ignore[no-untyped-call]
     for node_id, stats in nodes:
-        short = node_id[:_ID_CHARS]
+        short = f"{node_id[:_ID_CHARS]} {addresses.get(node_id, '')}".strip()
         if stats is None:
             table.add_row(short, "[red]no answer[/red]")
             continue

@@ -4,6 +4,8 @@ Both drive the same operations (`hs_cache.session`); a method of the one differs
 """
 
 import asyncio
+import logging
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -15,12 +17,19 @@ import torch
 from hs_cache.config import CacheConfig
 from hs_cache.errors import ConfigMismatchError, ServiceNotRunningError
 from hs_cache.keys import ChunkKeys, KeySpace, MMSpan, TokenIds
-from hs_cache.launch import check_service, start
+from hs_cache.launch import check_service, join, start
 from hs_cache.planning import check_key
 from hs_cache.refs import HiddenStateRef
 from hs_cache.results import CacheStatistics, PrefixHit, StoreResult
-from hs_cache.router import Router
+from hs_cache.router import Router, is_running
 from hs_cache.session import Session
+
+logger = logging.getLogger(__name__)
+
+_FIRST_NODE_S = 10.0
+"""How long `connect` waits for the first node of a service that runs without one: its actors may be on their way."""
+
+_POLL_S = 0.1
 
 
 class _Client:
@@ -63,7 +72,12 @@ class HiddenStateCache(_Client):
 
     def __init__(self, router: Router, session: Session) -> None:
         super().__init__(router, session)
-        self.kv = KVReports(router, session)
+        self._kv = KVReports(router, session)
+
+    @property
+    def kv(self) -> "KVReports":
+        """To tell this node's KV actor which KV the engine wrote and which it evicted."""
+        return self._kv
 
     def __enter__(self) -> "HiddenStateCache":
         return self
@@ -183,7 +197,12 @@ class AsyncHiddenStateCache(_Client):
 
     def __init__(self, router: Router, session: Session) -> None:
         super().__init__(router, session)
-        self.kv = AsyncKVReports(router, session)
+        self._kv = AsyncKVReports(router, session)
+
+    @property
+    def kv(self) -> "AsyncKVReports":
+        """See `HiddenStateCache.kv`."""
+        return self._kv
 
     async def __aenter__(self) -> "AsyncHiddenStateCache":
         return self
@@ -267,7 +286,9 @@ class AsyncHiddenStateCache(_Client):
 
 
 class KVReports:
-    """What an engine tells its node's KV actor; ``cache.kv``. Each returns False when the actor could not be reached.
+    """What an engine tells its node's KV actor; ``cache.kv``.
+
+    Each returns False when the actor could not be reached, or the caller's node has none.
 
     `what` is token ids, whose chunks (as `HiddenStateCache.chunk_keys` has them) are meant, or keys: a blob,
     `ChunkKeys`, or a list of keys.
@@ -282,7 +303,11 @@ class KVReports:
         return self._router.run(self._session.report("report_stored", what, mm_spans))
 
     def report_evicted(self, what: Any, *, mm_spans: Sequence[MMSpan] = ()) -> bool:
-        """KV of these chunks is gone: the next retrieve drops their hidden states, and ends before them."""
+        """KV of these chunks is gone: the next retrieve drops their hidden states, and ends before them.
+
+        Token ids mean all chunks of that prompt. Engines evict tails: ``report_evicted(cache.chunk_keys(ids)[n:])``
+        leaves the first n.
+        """
         return self._router.run(self._session.report("report_evicted", what, mm_spans))
 
     def resync(self, keys: Any) -> bool:
@@ -335,7 +360,7 @@ def connect(
 
     Args:
         config: settings for a service that has to be started: a YAML file, a mapping, or a `CacheConfig`; see
-            `CacheConfig.load`. A running service keeps its own.
+            `CacheConfig.load`. A running service keeps its own, and a difference is logged.
         service: its name, of letters, digits, ``-``, ``_`` and ``.``.
         model, model_revision, lora_id, cache_salt, shard: what must match, besides tokens and spans, for prefixes to be
             shared.
@@ -347,6 +372,7 @@ def connect(
     Raises:
         ConfigError: the configuration is wrong.
         ConfigMismatchError: the service runs with another ``chunk_size`` than `config` says.
+        ServiceNotRunningError: it runs, but has had no node for ten seconds.
         ServiceError: the service can't be reached or started.
         PoolTooLargeError: a node has less memory than ``max_hidden_state_cpu_size``.
     """
@@ -365,7 +391,7 @@ async def aconnect(
     shard: str = "",
     strict: bool = False,
 ) -> AsyncHiddenStateCache | None:
-    """See `connect`."""
+    """See `connect`. Where Ray isn't initialised yet this happens on a thread, and Ray leaves SIGTERM alone then."""
     space = _space(model, model_revision, lora_id, cache_salt, shard)
     connected = await asyncio.to_thread(_connect, config, service, space, strict)
     return AsyncHiddenStateCache(*connected) if connected else None
@@ -388,18 +414,27 @@ def _connect(config: Any, service: str, space: dict[str, str], strict: bool) -> 
     if wanted.is_set("enable_hidden_state_cache") and not wanted.enable_hidden_state_cache:
         return None
     if not ray.is_initialized():
-        ray.init()
+        join()
     router = Router(service)
-    try:
-        router.run(session.attach())
-    except ServiceNotRunningError:
-        start(wanted, service=service)
-        router.run(session.attach())
+    deadline = time.monotonic() + _FIRST_NODE_S
+    while True:
+        try:
+            router.run(session.attach())
+            break
+        except ServiceNotRunningError:
+            if not is_running(service):
+                start(wanted, service=service)
+            elif time.monotonic() > deadline:
+                raise
+            else:
+                time.sleep(_POLL_S)
     if wanted.is_set("chunk_size") and wanted.chunk_size != session.config.chunk_size:
         raise ConfigMismatchError(
             f"chunk_size: the running service {service!r} has {session.config.chunk_size}, "
             f"config says {wanted.chunk_size}"
         )
+    if differing := wanted.differences(session.config):
+        logger.warning("hs_cache: service %r runs already, and keeps its settings: %s", service, "; ".join(differing))
     return router, session
 
 

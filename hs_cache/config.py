@@ -199,6 +199,18 @@ class CacheConfig(BaseModel):
         """Pool size per node in bytes: ``max_hidden_state_cpu_size`` GiB, rounded up to a whole byte."""
         return math.ceil(self.max_hidden_state_cpu_size * 2**30)
 
+    def differences(self, running: CacheConfig) -> list[str]:
+        """Which settings that are set here a running service has otherwise, as text.
+
+        Whether a client wants the cache says nothing of how a service runs, and ``auto`` is what it has decided on.
+        """
+        asked = {name: getattr(self, name) for name in sorted(self.model_fields_set - {"enable_hidden_state_cache"})}
+        return [
+            f"{name} is {getattr(running, name)!r}, asked for {value!r}"
+            for name, value in asked.items()
+            if getattr(running, name) != value and value != "auto"
+        ]
+
     def is_set(self, name: str) -> bool:
         """Whether a file, a mapping, the environment or a keyword gave `name` a value, be it the default's.
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 T = TypeVar("T")
 
 _FLOOR_BYTES_PER_S = 64 << 20
+_MOMENT_S = 0.05
 
 
 class Peer(Protocol):
@@ -148,9 +149,19 @@ class Budget:
         self.restart()
 
     @property
+    def is_fresh(self) -> bool:
+        """Whether at least half of it is left: who doesn't answer in that time has had its chance."""
+        return self.left_s >= self._seconds / 2
+
+    @property
     def left_s(self) -> float:
         """Seconds, not below 0."""
         return max(self._until - time.monotonic(), 0.0)
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether what is left is too little to ask anyone anything."""
+        return self.left_s < min(_MOMENT_S, self._seconds / 4)
 
     def restart(self) -> None:
         """All of the time again; for what comes after a copy."""

@@ -11,7 +11,7 @@ from hs_cache.keys import KEY_BYTES
 from hs_cache.messages import LeaseReply, LeaseRequest
 from hs_cache.retrieval import Ask, Piece
 from hs_cache.rows import flat_runs
-from hs_cache.troubles import Suspects, Troubles
+from hs_cache.troubles import Suspects, Troubles, without_frames
 
 _LEAST_S = 0.5
 """Rows of a call that has been answered may take this long, whatever is left of the operation's time."""
@@ -47,6 +47,10 @@ class Gathered:
     error: ServiceError | None = None
 
 
+class _NobodyToAskError(Exception):
+    """The controller doesn't answer, or didn't a moment ago."""
+
+
 class Gatherer:
     """What one client knows of the nodes of its service, and how it gets rows from them. Thread-safe.
 
@@ -70,6 +74,7 @@ class Gatherer:
             budget: time for the answers.
             before: what the first share continues.
         """
+        fair = budget.is_fresh
         begun: list[Sequence[Any] | ServiceError] = []
         for share in shares:
             begun.append((yield from self._begin(ask, share, budget)))
@@ -85,7 +90,7 @@ class Gatherer:
             try:
                 reply: LeaseReply = yield Fetch(reply_ref, budget.left_s)
             except ServiceError as failure:
-                ended_by, error = "unreachable", failure
+                ended_by, error = "unreachable", without_frames(failure)
                 break
             self._troubles.recovered(_node(node_id))
             alone, ended_by = reply.alone, reply.ended_by
@@ -100,7 +105,7 @@ class Gatherer:
                 pieces.append(before)
             if ended_by:
                 break
-        if error is not None:
+        if error is not None and (fair or not isinstance(error, ServiceTimeoutError)):
             self._suspects.add(node_id)
         return Gathered(tuple(pieces), ended_by, alone, node_id, error)
 
@@ -112,9 +117,12 @@ class Gatherer:
         # A node without KV for a chunk still has its rows, and would be named again; one without the rows may have
         # others farther on.
         without = {found.short} if found.ended_by.startswith("kv") else set()
-        while found.ended_by and budget.left_s > 0:
+        while found.ended_by and not budget.is_spent:
             end = found.pieces[-1].end if found.pieces else 0
-            shares = yield from self._locate(ask, -(-end // ask.keys.chunk_size), without, budget)
+            try:
+                shares = yield from self._locate(ask, -(-end // ask.keys.chunk_size), without, budget)
+            except _NobodyToAskError:
+                return replace(found, ended_by="unreachable")
             if not shares:
                 break
             more = yield from self.ask(ask, shares, budget, found.pieces[-1] if found.pieces else None)
@@ -151,24 +159,28 @@ class Gatherer:
             try:
                 memory = yield Fetch(piece.ref, budget.left_s)
             except ServiceError as error:
-                return tuple(fetched), error
+                return tuple(fetched), without_frames(error)
             fetched.append(replace(piece, memory=memory, ref=None))
         return tuple(fetched), None
 
     def _locate(self, ask: Ask, chunk: int, without: set[str], budget: Budget) -> Steps[list[Share]]:
-        """Who has chunks `chunk` and on, as far as the directory knows; nobody when the controller is away."""
-        suspects = self._suspects.names()
+        """Who has chunks `chunk` and on, as far as the directory knows.
+
+        Raises:
+            _NobodyToAskError: the controller is away.
+        """
+        suspects, fair = self._suspects.names(), budget.is_fresh
         if _CONTROLLER in suspects:
-            return []
+            raise _NobodyToAskError
         arguments = (ask.keys.blob[chunk * KEY_BYTES :], tuple(sorted(without | suspects)))
         try:
             controller = yield Find(None, budget.left_s)
             segments: Sequence[Segment] = yield Call(controller, "locate", arguments, budget.left_s)
         except ServiceError as error:
-            if isinstance(error, ServiceTimeoutError):
+            if fair and isinstance(error, ServiceTimeoutError):
                 self._suspects.add(_CONTROLLER)
             self._troubles.report(error, _CONTROLLER)
-            return []
+            raise _NobodyToAskError from None
         self._troubles.recovered(_CONTROLLER)
         return [Share(node_id, chunk + first, chunk + first + count) for node_id, first, count in segments]
 
@@ -190,7 +202,7 @@ class Gatherer:
             peer = share.peer or (yield Find(share.node_id, budget.left_s))
             refs: Sequence[Any] = yield Begin(peer, "retrieve_rows", (request,), 2)
         except ServiceError as error:
-            return error
+            return without_frames(error)
         return refs
 
 

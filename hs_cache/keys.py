@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import index
-from typing import Any, NewType, Protocol, TypeAlias
+from typing import Any, NewType, Protocol, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -122,7 +122,7 @@ class KeySpace:
 class ChunkKeys:
     """The keys of one prefix, in order, as one ``bytes`` object: they travel through Ray as a blob, not as a list.
 
-    Iterating and indexing (also from the end) give a `ChunkKey` each.
+    Iterating and indexing (also from the end) give a `ChunkKey` each, a slice gives a list of them.
 
     Attributes:
         blob: ``len(self) * 16`` bytes; the key of chunk i is ``blob[16 * i : 16 * (i + 1)]``.
@@ -154,7 +154,15 @@ class ChunkKeys:
     def __len__(self) -> int:
         return len(self.blob) // KEY_BYTES
 
-    def __getitem__(self, chunk: int) -> ChunkKey:
+    @overload
+    def __getitem__(self, chunk: int) -> ChunkKey: ...
+
+    @overload
+    def __getitem__(self, chunk: slice) -> list[ChunkKey]: ...
+
+    def __getitem__(self, chunk: int | slice) -> ChunkKey | list[ChunkKey]:
+        if isinstance(chunk, slice):
+            return list(self)[chunk]
         start = self._position(chunk) * KEY_BYTES
         return ChunkKey(self.blob[start : start + KEY_BYTES])
 

@@ -7,12 +7,16 @@ The actors must be imported from this installation: a user's working directory m
 
 import json
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import services
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
+from ray.exceptions import AuthenticationError, RayError
 
 from hs_cache import errors
 from hs_cache.config import CacheConfig
@@ -20,6 +24,7 @@ from hs_cache.errors import InvalidInputError, ServiceError, ServiceTimeoutError
 from hs_cache.router import require_ray
 
 START_TIMEOUT_S = 120.0
+_REACH_TIMEOUT_S = 5.0
 
 _ROOT = Path(errors.__file__).parent.parent
 _MAIN = "import sys; sys.path.insert(0, sys.argv.pop(1)); from actors.__main__ import main; main()"
@@ -29,6 +34,41 @@ def check_service(service: Any) -> None:
     """`InvalidInputError` unless `service` is a usable name."""
     if not isinstance(service, str) or not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", service):
         raise InvalidInputError(f"service: got {service!r}, expected up to 64 letters, digits, '-', '_' or '.'")
+
+
+def join(address: str | None = None, **options: Any) -> None:
+    """``ray.init``, which goes on trying for minutes where there is nobody, and says little of why it failed.
+
+    Args:
+        address: as ``ray.init`` takes it.
+        options: others of ``ray.init``.
+
+    Raises:
+        ServiceError: there is no cluster at that address, or it doesn't let this process in.
+    """
+    found = address
+    try:
+        if "://" not in (address or ""):
+            found = services.canonicalize_bootstrap_address(address)  # type: ignore[arg-type]
+        if found and "://" not in found:
+            host, _, port = found.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_TIMEOUT_S).close()
+            GcsClient(address=found)
+        ray.init(address=address, **options)
+    except AuthenticationError as error:
+        raise ServiceError(
+            f"the Ray cluster at {found} wants another authentication than this process has: where it was started with "
+            "a token, set RAY_AUTH_MODE=token here too, and have its token in ~/.ray/auth_token or RAY_AUTH_TOKEN"
+        ) from error
+    except (OSError, OverflowError, RuntimeError, ValueError, RayError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        where = (
+            f"at {found}" if address in (None, "auto") and found else f"at {address}" if found else "on this machine"
+        )
+        raise ServiceError(
+            f"no Ray cluster can be joined {where}: {reason} (start one with: ray start --head; one that is gone may "
+            "still be named in RAY_ADDRESS or in /tmp/ray/ray_current_cluster)"
+        ) from error
 
 
 def start(config: Any = None, *, service: str = "default") -> list[str]:

@@ -67,17 +67,16 @@ class Releaser:
         self._owners: dict[bytes, tuple[PoolAddress, weakref.WeakSet[Attached]]] = {}
         self._thread: threading.Thread | None = None
 
-    def connect(self, incarnation: bytes, sender: Sender, address: PoolAddress | None, client: Attached) -> None:
-        """From now on, ids of this incarnation go to `sender`.
+    def connect(self, incarnation: bytes, sender: Sender, address: PoolAddress, client: Attached) -> None:
+        """From now on, ids of this incarnation go to `sender`; those of others are of no interest to anyone.
 
         When the owner at `address` is gone, each client that was connected and still exists is told; none is kept
         alive.
         """
         with self._lock:
             self._senders[incarnation] = sender
-            if address is not None:
-                _, clients = self._owners.setdefault(incarnation, (address, weakref.WeakSet()))
-                clients.add(client)
+            _, clients = self._owners.setdefault(incarnation, (address, weakref.WeakSet()))
+            clients.add(client)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="hs_cache-releaser", daemon=True)
                 self._thread.start()
@@ -125,7 +124,7 @@ class Releaser:
         parts = self._parts.pop(lease, 1) - 1
         if parts:
             self._parts[lease] = parts
-        else:
+        elif lease[0] in self._senders:
             self._ended.setdefault(lease[0], []).append(lease[1])
 
     def _run(self) -> None:

@@ -207,6 +207,20 @@ class ControllerStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class StartProgress:
+    """How far a controller is with the actors of its nodes, at its look of that `number`.
+
+    `matching`: nodes that are to have a pair. `missing`: those whose pair doesn't answer yet, and has not failed.
+    `failure`: what went wrong on the first node where something did.
+    """
+
+    number: int
+    matching: tuple[str, ...]
+    missing: tuple[str, ...]
+    failure: Exception | None
+
+
+@dataclass(frozen=True, slots=True)
 class StoreStatistics:
     """One pool and its index, at one moment. Bytes of the four states add up to `capacity_bytes`."""
 

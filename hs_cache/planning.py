@@ -1,6 +1,6 @@
 """From what a caller gives to what a node is asked: validation and arithmetic, shared by the clients and the actor."""
 
-import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
@@ -56,7 +56,7 @@ def check_index(name: str, value: Any) -> int:
 
 def check_seconds(name: str, value: Any) -> float:
     """`value` as a finite number of seconds, 0 or more; anything else is an `InvalidInputError` that names it."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max:
         return float(value)
     raise InvalidInputError(f"{name}: got {value!r}, expected a number of seconds, 0 or more")
 
@@ -110,9 +110,10 @@ def plan_store(
     if not 0 <= offset <= len(tokens):
         raise InvalidInputError(f"token_offset: got {offset}, expected 0 to {len(tokens)} (number of token_ids)")
     if not isinstance(layers, Mapping) or not layers:
-        raise InvalidInputError(f"layers: got {type(layers).__name__} {layers!r:.40}, expected {{layer_idx: rows}}")
+        got = "an empty mapping" if isinstance(layers, Mapping) else type(layers).__name__
+        raise InvalidInputError(f"layers: got {got}, expected {{layer_idx: rows}}")
     checked = {
-        check_index("layer_idx", layer): check_rows(_rows_name(layers, layer), rows, len(tokens) - offset)
+        check_index("layer_idx", layer): check_rows(f"hidden_states of layer {layer}", rows, len(tokens) - offset)
         for layer, rows in layers.items()
     }
     if len(checked) < len(layers):
@@ -129,7 +130,3 @@ def plan_store(
     specs = tuple(spec_of(layer, given) for layer, given in rows.items())
     filtered = 0 if rows else max(0, len(keys) - first_chunk)
     return StorePlan(keys, first_chunk, specs, rows, filtered)
-
-
-def _rows_name(layers: Mapping[int, Any], layer: Any) -> str:
-    return "hidden_states" if len(layers) == 1 else f"hidden_states of layer {layer}"

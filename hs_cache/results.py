@@ -54,6 +54,14 @@ class PrefixHit:
     def __bool__(self) -> bool:
         return bool(self.layers)
 
+    def __repr__(self) -> str:
+        layers = {
+            layer: f"{list(rows.shape)} {str(rows.dtype).removeprefix('torch.')}" for layer, rows in self.layers.items()
+        }
+        return (
+            f"PrefixHit(num_tokens={self.num_tokens}, start={self.start}, ended_by={self.ended_by!r}, layers={layers})"
+        )
+
     def __getitem__(self, layer_idx: int) -> torch.Tensor:
         return self.layers[layer_idx]
 
@@ -69,9 +77,10 @@ class CacheStatistics:
     """One client's counters, and those of the node it talks to (None while that can't be reached).
 
     Attributes:
-        retrieves_total, hits_total: calls, and calls that found at least one row.
+        retrieves_total, hits_total: calls of `retrieve`, and those that found at least one row; refs don't count.
         tokens_asked_total, tokens_served_total: tokens of the prompts asked for, and those whose rows were handed out.
-        zero_copy_total, copied_total: layers handed out as views of the pool, and as copies.
+        zero_copy_total, copied_total: layers handed out as views, of the pool or of what came from another node, and as
+            copies.
         stored_chunks_total, failed_chunks_total: as `StoreResult` counts them.
         timeouts_total, unreachable_total: calls that missed their deadline, and calls that failed otherwise.
         node: the node's own statistics.

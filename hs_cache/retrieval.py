@@ -193,7 +193,7 @@ def _check_out(out: Any, layers: tuple[int, ...], num_rows: int, dtype: torch.dt
     if not isinstance(out, Mapping):
         raise InvalidInputError(f"out: got {type(out).__name__}, expected {{layer_idx: buffer}}")
     for layer, buffer in out.items():
-        if layer not in layers:
+        if check_index("out", layer) not in layers:
             raise InvalidInputError(f"out: got a buffer for layer {layer!r}, expected only layers asked for: {layers}")
         if not isinstance(buffer, torch.Tensor) or buffer.dim() != _ROW_AXES or len(buffer) < num_rows:
             shape = list(buffer.shape) if isinstance(buffer, torch.Tensor) else type(buffer).__name__

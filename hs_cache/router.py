@@ -20,6 +20,9 @@ from hs_cache.errors import HiddenStateCacheError, ServiceError, ServiceNotRunni
 
 T = TypeVar("T")
 
+_LEAST_S = 0.01
+"""What has arrived already is taken also where no time is left, and the event loop takes a moment for that."""
+
 NAMESPACE = "hs_cache"
 """The Ray namespace of every actor of every service."""
 
@@ -47,21 +50,29 @@ def controller_name(service: str) -> str:
     return f"{service}/controller"
 
 
-def nodes_of(service: str, kind: str = HIDDEN_STATES) -> list[str]:
-    """Hex ids of the nodes that have an actor of this kind, sorted. One call to the cluster's control store; blocks for
-    it.
+def actors_of(service: str) -> dict[str, set[str]]:
+    """For each kind of actor, the hex ids of the nodes that have one. One call to the cluster's control store; blocks
+    for it.
 
     Raises:
         ServiceError: Ray isn't initialised, or the cluster can't be reached.
     """
-    prefix = actor_name(service, kind, "")
     require_ray()
     try:
         actors = ray.util.list_named_actors(all_namespaces=True)
     except Exception as error:
         raise translated(error, "listing actors") from error
-    names = (actor["name"] for actor in actors if actor["namespace"] == NAMESPACE)
-    return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+    names = [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]
+    prefixes = {kind: actor_name(service, kind, "") for kind in (HIDDEN_STATES, KV)}
+    return {
+        kind: {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+        for kind, prefix in prefixes.items()
+    }
+
+
+def nodes_of(service: str) -> list[str]:
+    """Hex ids of the nodes that have a hidden-state actor, sorted; see `actors_of`."""
+    return sorted(actors_of(service)[HIDDEN_STATES])
 
 
 def find_actor(service: str, kind: str, node_id: str) -> ActorHandle[Any]:
@@ -152,7 +163,7 @@ class Router:
         return self._service
 
     def locate(self, avoid: Set[str] = frozenset()) -> Located:
-        """Blocks for two or three calls to the cluster's control store.
+        """Blocks for two to four calls to the cluster's control store.
 
         Args:
             avoid: nodes that are to serve a process on another node only if there are no others.
@@ -162,13 +173,16 @@ class Router:
             ServiceError: Ray isn't initialised, or the cluster can't be reached.
         """
         require_ray()
-        here = ray.get_runtime_context().get_node_id()
-        nodes = nodes_of(self._service)
-        if not nodes:
-            raise self._no_nodes()
-        node_id = here if here in nodes else rendezvous(here, set(nodes) - avoid or nodes)
-        peer = RayPeer(find_actor(self._service, HIDDEN_STATES, node_id), node_id)
-        return Located(peer, RayPeer(find_actor(self._service, KV, node_id), node_id), here)
+        node_id = here = ray.get_runtime_context().get_node_id()
+        try:
+            handle = find_actor(self._service, HIDDEN_STATES, here)
+        except ServiceNotRunningError:
+            nodes = nodes_of(self._service)
+            if not nodes:
+                raise self._no_nodes() from None
+            node_id = rendezvous(here, set(nodes) - avoid or nodes)
+            handle = find_actor(self._service, HIDDEN_STATES, node_id)
+        return Located(RayPeer(handle, node_id), RayPeer(find_actor(self._service, KV, node_id), node_id), here)
 
     def _no_nodes(self) -> ServiceNotRunningError:
         if is_running(self._service):
@@ -236,15 +250,20 @@ class Router:
         if isinstance(effect, Locate | Find):
             return self._known(effect) or _bounded(partial(self._look_up, effect), effect.timeout_s)
         try:
+            ref = _sent(effect)
             if isinstance(effect, Begin):
-                return _sent(effect)
-            return ray.get(_sent(effect), timeout=effect.timeout_s)
+                return ref
+            try:
+                return ray.get(ref, timeout=effect.timeout_s)
+            except (GetTimeoutError, KeyboardInterrupt):
+                _abandon(effect, ref)
+                raise
         except Exception as error:
             raise self._failed(effect, error) from error
 
     async def _aperform(self, effect: Effect) -> Any:
         if isinstance(effect, Work):
-            return await _worked(effect)
+            return await _uninterrupted(effect.run, effect.revoke)
         if isinstance(effect, Pause):
             return await asyncio.sleep(effect.seconds)
         if isinstance(effect, Locate | Find):
@@ -254,8 +273,13 @@ class Router:
             if isinstance(effect, Begin):
                 return _sent(effect)
             carries_rows = isinstance(effect, Call) and effect.carries_rows
-            ref = await asyncio.to_thread(_sent, effect) if carries_rows else _sent(effect)
-            return await asyncio.wait_for(_result(ref), effect.timeout_s)
+            # The thread copies the caller's rows: see `_uninterrupted`.
+            ref = await _uninterrupted(partial(_sent, effect)) if carries_rows else _sent(effect)
+            try:
+                return await asyncio.wait_for(_result(ref), max(effect.timeout_s, _LEAST_S))
+            except (asyncio.TimeoutError, asyncio.CancelledError):
+                _abandon(effect, ref)
+                raise
         except Exception as error:
             raise self._failed(effect, error) from error
 
@@ -268,24 +292,33 @@ class Router:
     def _failed(self, effect: Call | Begin | Fetch, error: Exception) -> Exception:
         if isinstance(effect, Fetch):
             self._peers.clear()  # which of them it was isn't known, and looking them up costs little
-            return translated(error, "an answer from another node")
+            if isinstance(error, ValueError):  # of a cluster that this process has left
+                return ServiceError(f"a ref can't be resolved here: {str(error).splitlines()[0]}")
+            return translated(error, "waiting for another node")
         for node_id, peer in list(self._peers.items()):
             if peer is effect.peer:
-                del self._peers[node_id]
+                self._peers.pop(node_id, None)  # another thread may have had the same trouble
         return translated(error, effect.method)
 
 
-async def _worked(work: Work) -> None:
-    """Run it on a thread. Cancelled, it returns only when the copy that runs has ended: the caller's buffers are his
-    again after that, not before."""
-    running = asyncio.ensure_future(asyncio.to_thread(work.run))
+async def _uninterrupted(function: Callable[[], T], revoke: Callable[[], bool] = lambda: False) -> T:
+    """Run a copy on a thread. Cancelled, it returns only when the copy has ended, or never begins since `revoke` said
+    so: the caller's buffers are his again after that, not before."""
+    running = asyncio.ensure_future(asyncio.to_thread(function))
     try:
-        await asyncio.shield(running)
+        return await asyncio.shield(running)
     except asyncio.CancelledError:
-        while not work.revoke() and not running.done():
+        while not revoke() and not running.done():
             with suppress(asyncio.CancelledError):
                 await asyncio.wait([running])
+        running.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody else will look
         raise
+
+
+def _abandon(effect: Call | Fetch, ref: Any) -> None:
+    """Nobody waits for this answer any more. If it is an error, Ray would print it as one that nobody has seen."""
+    if isinstance(effect, Call):  # what is fetched may be rows, which would be moved for nothing
+        ref.future().add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
 
 async def _result(ref: Any) -> Any:

@@ -47,13 +47,15 @@ def check_dtype(name: str, dtype: object) -> torch.dtype:
 def check_rows(name: str, rows: Any, num_rows: int) -> torch.Tensor:
     """Rows as a detached tensor of the given number of rows; `InvalidInputError` names what came and what was expected.
 
-    Takes tensors on any device and of any stride, and NumPy arrays; copied is only what PyTorch has no view for.
+    Takes tensors on any device and of any stride, and NumPy arrays; copied is only what PyTorch has no view for. What
+    comes back is not to be written to.
     """
     if isinstance(rows, np.ndarray):
         if rows.dtype not in (np.float16, np.float32, np.float64):
             raise InvalidInputError(f"{name}: got a NumPy array of {rows.dtype}, expected float16, float32 or float64")
-        as_tensor = rows.flags.writeable and all(step >= 0 and step % rows.itemsize == 0 for step in rows.strides)
-        rows = torch.from_numpy(rows if as_tensor else rows.copy())
+        if not all(step >= 0 and step % rows.itemsize == 0 for step in rows.strides):
+            rows = rows.copy()
+        rows = torch.from_numpy(rows if rows.flags.writeable else np.asarray(_Unprotected(rows)))
     if not isinstance(rows, torch.Tensor):
         raise InvalidInputError(f"{name}: got {type(rows).__name__}, expected a torch.Tensor or a NumPy array")
     check_dense(name, rows)
@@ -95,9 +97,9 @@ def view_rows(memory: Any, offset: int, num_tokens: int, spec: LayerSpec) -> tor
 class _Unprotected:
     """A read-only array as a writable one: PyTorch warns of all others, also where they are only read."""
 
-    def __init__(self, flat: Flat) -> None:
-        self._flat = flat  # keeps the memory alive
-        interface = flat.__array_interface__
+    def __init__(self, rows: npt.NDArray[Any]) -> None:
+        self._rows = rows  # keeps the memory alive
+        interface = rows.__array_interface__
         self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
 
 

@@ -184,16 +184,22 @@ class CacheServer:
         layer_idx: int = 0,
         token_offset: int = 0,
         mm_spans: Sequence[MMSpan] = (),
+        kv_local: bool = True,
         **space: str,
     ) -> int:
         """The drop-in store, by handle: rows are copied from the arguments. Returns the number of chunks newly stored.
 
-        `space` takes the fields of `KeySpace` except ``chunk_size``.
+        Args:
+            kv_local: whether the KV of these tokens was computed on this node, whose KV side then vouches for them. If
+                not, it counts as present.
+            space: fields of `KeySpace` except ``chunk_size``.
 
         Raises:
             InvalidInputError: an argument is wrong; nothing was changed.
         """
         database = self._database(space)
+        if not isinstance(kv_local, bool):
+            raise InvalidInputError(f"kv_local: got {kv_local!r}, expected True or False")
         layers = {check_index("layer_idx", layer_idx): hidden_states}
         plan = plan_store(database, self._config.hidden_state_layers, token_ids, layers, token_offset, mm_spans)
         if not plan.num_chunks or not plan.specs:
@@ -208,7 +214,7 @@ class CacheServer:
                 num_tokens=plan.keys.num_tokens,
                 first_chunk=plan.first_chunk,
                 specs=plan.specs,
-                kv_local=True,
+                kv_local=kv_local,
             )
             reply = self._reserve(hold, request)
             copy_in(self._memory, reply.runs, plan.specs, plan.rows, plan.first_token)

@@ -19,6 +19,7 @@ from hs_cache.errors import (
     ConfigMismatchError,
     InvalidInputError,
     ServiceError,
+    ServiceNotRunningError,
     StaleIncarnationError,
 )
 from hs_cache.gathering import Gathered, Gatherer, Share
@@ -184,10 +185,10 @@ class Session:
         )
         return hit
 
-    def _look_up(self, ask: Ask) -> Steps[PrefixHit]:
+    def _look_up(self, ask: Ask, timeout_s: float | None = None) -> Steps[PrefixHit]:
         if not ask.keys:
             return PrefixHit(start=ask.start)
-        budget = self._budget()
+        budget = self._budget(timeout_s)
         nothing: PrefixHit | None = None
         hit = yield from self._attempt(lambda link: self._retrieve_on(link, ask, budget), nothing, budget)
         if hit is not None:
@@ -213,16 +214,18 @@ class Session:
     def resolve(self, ask: Ask, pieces: Sequence[Piece], timeout_s: float | None) -> Steps[PrefixHit]:
         """The rows behind the refs of `retrieve_pieces`; where these are lost, whatever can be found by keys."""
         self._check_usable()
-        fetched, lost = yield from self._gatherer.fetch_pieces(
-            pieces, self.config.rpc_timeout_s if timeout_s is None else timeout_s
-        )
+        fetched, lost = yield from self._gatherer.fetch_pieces(pieces, self._budget(timeout_s).left_s)
         if lost is not None:
             logger.info("rows behind a ref are lost, they are looked for by their keys: %s", str(lost))
         if not pieces or lost is not None:
-            again = yield from self._look_up(ask)
+            try:
+                again = yield from self._look_up(ask, timeout_s)
+            except ConfigMismatchError:  # the service has begun anew, with other keys
+                again = PrefixHit()
             if not fetched or again.num_tokens > fetched[-1].end:
-                return again
-        return (yield from self._copied(ask, Gathered(fetched)))
+                short = lost is not None and again.num_tokens < min(pieces[-1].end, ask.stop)
+                return replace(again, ended_by="unreachable") if short else again
+        return (yield from self._copied(ask, Gathered(fetched, "hidden_state" if lost is None else "unreachable")))
 
     def call(self, method: str, *args: Any, otherwise: T) -> Steps[T]:
         """One plain call to the node's hidden-state actor; `otherwise` when it can't be reached."""
@@ -240,14 +243,27 @@ class Session:
         first = what[0] if isinstance(what, list | tuple) and what else what
         if method == "resync" or isinstance(first, bytes | ChunkKeys | set | frozenset):
             blob = check_keys("keys", what)
+            if mm_spans:
+                raise InvalidInputError("mm_spans: got spans along with keys, expected them along with token ids only")
         else:
             blob = self.chunk_keys(what, mm_spans).blob
 
         budget = self._budget()
 
         def told(link: Link) -> Steps[bool]:
-            yield Call(link.located.kv, method, (blob,), budget.left_s)
-            return True
+            error: ServiceError | None = None
+            if link.local:
+                try:
+                    yield Call(link.located.kv, method, (blob,), budget.left_s)
+                except ServiceError as failure:
+                    error = failure
+            else:  # what is computed here is no concern of the node that serves this client
+                error = ServiceNotRunningError("there is no KV actor on this client's node")
+            if error is not None:
+                self._troubles.report(error, "the KV actor")
+            else:
+                self._troubles.recovered("the KV actor")
+            return error is None
 
         return self._attempt(told, False, budget)
 
@@ -264,8 +280,8 @@ class Session:
                 node=node,
             )
 
-    def _budget(self) -> Budget:
-        return Budget(self.config.rpc_timeout_s)
+    def _budget(self, timeout_s: float | None = None) -> Budget:
+        return Budget(self.config.rpc_timeout_s if timeout_s is None else timeout_s)
 
     def _attempt(self, body: Callable[[Link], Steps[T]], otherwise: T, budget: Budget) -> Steps[T]:
         """Run `body` on the attachment; once more on a new one if the node's actor was restarted in between."""
@@ -298,8 +314,15 @@ class Session:
         self._check_usable()
         link = self._attachment.link
         if link is None:
-            link = yield from self._attachment.attach(self._process, budget, self._take_config)
-        return link
+            return (yield from self._attachment.attach(self._process, budget, self._take_config))
+        if link.is_final or time.monotonic() < link.look_again_at:
+            return link
+        try:
+            # By now there may be a pool on the client's own node, or one that it can open.
+            return (yield from self._attachment.attach(self._process, Budget(budget.left_s / 2), self._take_config))
+        except ServiceError as error:
+            logger.debug("still served by node %s: %s", link.located.peer.node_id, error)
+            return link
 
     def _take_config(self, config: CacheConfig) -> None:
         if self._config is not None and self._config.chunk_size != config.chunk_size:
@@ -405,12 +428,12 @@ class Session:
             if copied.targets:
                 copying = Work(partial(copied.run, found.pieces))
                 yield copying
+            if shared:
+                self._process.releaser.watch(link.incarnation, request.hold_id, [m for m, _ in shared.values()])
         except BaseException:
             _after(copying, give_up)
             raise
-        if shared:
-            self._process.releaser.watch(link.incarnation, request.hold_id, [m for m, _ in shared.values()])
-        else:
+        if not shared:
             give_up()
         self._count(zero_copy_total=len(shared), copied_total=len(copied.targets))
         rows = {layer: rows for layer, (_, rows) in shared.items()} | copied.targets
@@ -428,7 +451,7 @@ class Session:
 
     def _fetched(self, ask: Ask, found: Gathered, budget: Budget) -> Steps[PrefixHit]:
         found = yield from self._gatherer.fetch(ask, found, budget)
-        return (yield from self._copied(ask, found))
+        return (yield from self._copied(ask, found, own=True))
 
     def _copied(self, ask: Ask, found: Gathered, own: bool = False) -> Steps[PrefixHit]:
         """The result of pieces none of which is leased. `own`: nobody else has the refs of their rows."""
@@ -443,8 +466,9 @@ class Session:
 
     def _with_releases(self, link: Link, method: str, request: Any, budget: Budget) -> Steps[Any]:
         """A call that also carries what has ended, so that memory is free again before more is asked for."""
-        releases = self._process.releaser.take(link.incarnation)
+        releases: tuple[int, ...] = ()
         try:
+            releases = self._process.releaser.take(link.incarnation)
             reply = yield Call(link.located.peer, method, (replace(request, releases=releases),), budget.left_s)
         except BaseException:
             self._process.releaser.end(link.incarnation, releases)

@@ -12,6 +12,15 @@ logger = logging.getLogger(__name__)
 _SUSPICION_S = 5.0
 
 
+def without_frames(error: ServiceError) -> ServiceError:
+    """The error, and what caused it, without their tracebacks: an error that is kept keeps the rows of every frame."""
+    cause: BaseException | None = error
+    while cause is not None:
+        cause.__traceback__ = None
+        cause = cause.__cause__ or cause.__context__
+    return error
+
+
 class Reported(Exception):
     """Takes an error that was counted already past everything else to the caller, who is strict.
 
@@ -57,11 +66,13 @@ class Troubles:
             self._known.add(what)
         if is_news:
             # As text: whoever keeps the record would keep the error's frames, and with them the pool.
-            logger.warning("%s can't be reached and counts as empty until it can: %s", what, str(error))
+            logger.warning("hs_cache: %s can't be reached, and counts as empty until it can: %s", what, str(error))
 
     def recovered(self, what: str) -> None:
         """`what` is well, so that its next trouble is news."""
-        self._known.discard(what)
+        if what in self._known:
+            self._known.discard(what)
+            logger.warning("hs_cache: %s can be reached again", what)
 
 
 class Suspects:

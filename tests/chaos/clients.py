@@ -106,13 +106,12 @@ class _Stream:
             result = function(*args, **options)
             if self._asynchronous:
                 result = await asyncio.wait_for(result, cancel_s)
-        except asyncio.TimeoutError:
-            if cancel_s is None:
-                self.report.raised.append(f"{self._name}: {what} raised TimeoutError")
-            self.report.counts["cancelled"] += 1
-            return None
-        # The contract: trouble is a miss. Whatever else comes out goes to whoever reads the report.
+        # The contract: trouble is a miss. Whatever comes out but for a cancellation goes to whoever reads the report.
         except Exception as error:
+            was_cancelled = self._asynchronous and cancel_s is not None and type(error) is asyncio.TimeoutError
+            if was_cancelled:
+                self.report.counts["cancelled"] += 1
+                return None
             self.report.raised.append(f"{self._name}: {what} raised {type(error).__name__}: {error}")
             return None
         finally:
@@ -141,10 +140,10 @@ class _Stream:
             limit_s=limit,
             cancel_s=operation.cancel_s,
         )
+        # From here on they are the caller's, also if the call was cancelled: what is stored must be a copy.
+        for given in rows.values():
+            given.fill_(_SCRIBBLE)
         if result is not None:
-            # From here on they are the caller's: what is stored must be a copy. (A cancelled copy may still read them.)
-            for given in rows.values():
-                given.fill_(_SCRIBBLE)
             self.report.counts["chunks stored"] += result.stored
             self.report.counts["chunks failed"] += result.failed
 

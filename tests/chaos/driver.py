@@ -24,8 +24,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import hs_cache
 from actors import deploy
-from hs_cache.config import CacheConfig
-from hs_cache.router import HIDDEN_STATES, KV, controller_name, find_actor, find_controller, nodes_of
+from hs_cache.config import CacheConfig, NodeRequirements
+from hs_cache.router import HIDDEN_STATES, actors_of, controller_name, find_actor, find_controller
 from tests.chaos.clients import AsyncClient, Client, Late, Report
 from tests.chaos.plan import Blow, Operation, blows
 from tests.chaos.probe import probe
@@ -33,6 +33,10 @@ from tests.chaos.rows import CHUNK_SIZE, SPACES
 from tests.processes import MARK, ROOT, marked_processes, open_pools, shared_memory_files, wait_until
 
 NODES = 3
+"""That have a pool. The head node has none: clients there get and send all rows through the object store."""
+
+_POOL = "hs_cache_pool"
+"""The resource of the nodes that have one."""
 RPC_TIMEOUT_S = 2.0
 POOL_BYTES = 6 << 20
 """Room for some 240 chunks of all layers per node; the prompts have about 1,300."""
@@ -187,7 +191,7 @@ class _Run:
         except RayError as error:
             if not player.struck:
                 self._fail(f"{player.name} ended, and nobody killed it: {type(error).__name__}: {error}")
-            self._players[self._players.index(player)].handle = None
+            player.handle = None
             if player.node_id not in self._lost:
                 self._add_player(Client if "(Client" in player.name else AsyncClient, player.node_id)
             return
@@ -290,7 +294,8 @@ class _Run:
             if player.handle is not None and not player.struck:
                 self._take(ray.get(player.handle.finish.remote(), timeout=20))
         self._judge_deadlines()
-        nodes = _alive_nodes()
+        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and _POOL in node["Resources"]]
+        nodes.sort()
         wait_until(lambda: self._members() == nodes, "every node is in the service again", timeout_s=_WHOLE_AGAIN_S)
         self._probe(nodes)
         for node_id in nodes:
@@ -370,7 +375,9 @@ def _replace(cluster: Cluster, node: Any) -> str:
 
 
 def _add_node(cluster: Cluster) -> str:
-    node = cluster.add_node(num_cpus=2, include_dashboard=False, object_store_memory=_OBJECT_STORE_BYTES)
+    node = cluster.add_node(
+        num_cpus=2, include_dashboard=False, object_store_memory=_OBJECT_STORE_BYTES, resources={_POOL: 1}
+    )
     return str(node.node_id)
 
 
@@ -391,7 +398,7 @@ def _make_clients(service: str) -> dict[bool, list[Any]]:
 
 @contextmanager
 def _ray_cluster(environ: dict[str, str]) -> Iterator[Cluster]:
-    """A cluster of `NODES` nodes that this process has joined; nothing of it is left afterwards."""
+    """A cluster that this process has joined; nothing of it is left afterwards."""
     directory = tempfile.mkdtemp(prefix="hs", dir="/tmp")  # short: the paths of Ray's sockets may have 107 characters
     os.environ.update(environ, RAY_TMPDIR=directory)
     os.environ.pop("RAY_ADDRESS", None)
@@ -402,7 +409,7 @@ def _ray_cluster(environ: dict[str, str]) -> Iterator[Cluster]:
         shutdown_at_exit=False,
     )
     try:
-        for _ in range(NODES - 1):
+        for _ in range(NODES):
             _add_node(cluster)
         ray.init(address=cluster.address, logging_level=logging.ERROR, log_to_driver=False)
         yield cluster
@@ -444,7 +451,7 @@ def run(seed: int, seconds: float) -> Summary:
                 chunk_size=CHUNK_SIZE,
                 max_hidden_state_cpu_size=POOL_BYTES / 2**30,
                 rpc_timeout_s=RPC_TIMEOUT_S,
-                node_selector="all",
+                node_selector=NodeRequirements(resources={_POOL: 1}),
             )
             deploy.start(config, service=service)
             playing = _Run(summary, cluster, service, run_id)
@@ -456,7 +463,7 @@ def run(seed: int, seconds: float) -> Summary:
             finally:
                 playing.close()
             deploy.stop(service=service)
-            if left := nodes_of(service) + nodes_of(service, KV):
+            if left := [node_id for nodes in actors_of(service).values() for node_id in nodes]:
                 summary.failures.append(f"the service has stopped, and is still on {left}")
             del playing
         _check_nothing_left(summary, run_id, service, files, memory)

@@ -11,9 +11,11 @@ import ray
 import torch
 
 import hs_cache
-from hs_cache import retrieval, session
+from hs_cache import retrieval, router, session
 from hs_cache import rows as rows_module
-from hs_cache.router import HIDDEN_STATES, find_actor, nodes_of
+from hs_cache.effects import Call
+from hs_cache.errors import ServiceError
+from hs_cache.router import HIDDEN_STATES, RayPeer, Router, find_actor, nodes_of
 from tests.cluster.children import make_rows
 from tests.cluster.conftest import StartService
 from tests.processes import wait_until
@@ -117,3 +119,36 @@ def test_many_at_once(large_service: str) -> None:  # case 17
                 assert torch.equal(hit[0], rows[: hit.num_tokens])
 
     asyncio.run(all_of_them())
+
+
+def test_a_cancelled_send_returns_only_when_the_rows_have_been_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows for another node are copied while they are sent: until that ends, they are not the caller's to overwrite."""
+    begun, go_on, read = threading.Event(), threading.Event(), list[int]()
+    rows = [1]
+
+    def send(effect: Any) -> Any:
+        begun.set()
+        assert go_on.wait(30)
+        read.extend(rows)
+        raise ServiceError("nobody is there")
+
+    monkeypatch.setattr(router, "_sent", send)
+
+    def steps() -> Any:
+        yield Call(RayPeer(None, ""), "store_rows", (), 30.0, carries_rows=True)  # type: ignore[arg-type]
+
+    async def cancel() -> None:
+        storing = asyncio.ensure_future(Router("none").arun(steps()))
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
+        for _ in range(3):
+            storing.cancel()
+            await asyncio.sleep(0.02)
+        assert not storing.done()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await storing
+        rows[0] = 2
+
+    asyncio.run(cancel())
+    assert read == [1]

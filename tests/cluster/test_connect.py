@@ -1,9 +1,16 @@
 """Starting, joining, leaving and restarting a service."""
 
 import logging
+import os
 import pickle
+import re
+import signal
+import subprocess
+import sys
+import tempfile
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -11,6 +18,7 @@ import torch
 
 import hs_cache
 from actors import deploy
+from hs_cache import client as client_module
 from hs_cache.config import CacheConfig
 from hs_cache.errors import (
     ConfigError,
@@ -18,14 +26,15 @@ from hs_cache.errors import (
     InvalidInputError,
     PoolTooLargeError,
     ServiceError,
+    ServiceNotRunningError,
     StaleIncarnationError,
 )
-from hs_cache.router import HIDDEN_STATES, KV, find_actor, nodes_of
+from hs_cache.router import HIDDEN_STATES, KV, actors_of, find_actor, find_controller, is_running, nodes_of
 from tests.builders import CHUNK_SIZE
 from tests.cluster.children import make_rows
 from tests.cluster.conftest import POOL_GIB, Connect, StartService
 from tests.cluster.nodes import client
-from tests.processes import Child, run_python, wait_until
+from tests.processes import Child, free_port, listens, run_python, wait_until
 
 SETTINGS = {"chunk_size": CHUNK_SIZE, "max_hidden_state_cpu_size": POOL_GIB}
 USERS_SCRIPT = """
@@ -82,7 +91,7 @@ def test_a_pool_that_is_too_large_leaves_nothing_behind(name: str) -> None:  # c
     assert ray.get_runtime_context().get_node_id() in message
     assert "max_hidden_state_cpu_size" in message
     assert "MemAvailable" in message or "cgroup" in message
-    assert (nodes_of(name), nodes_of(name, KV)) == ([], [])
+    assert (nodes_of(name), sorted(actors_of(name)[KV])) == ([], [])
 
 
 def test_two_processes_that_connect_at_once_share_one_service(address: str, name: str) -> None:
@@ -91,7 +100,7 @@ def test_two_processes_that_connect_at_once_share_one_service(address: str, name
         first, second = one.result(), two.result()
     assert (first["right"], second["right"]) == (True, True)
     assert first["incarnation"] == second["incarnation"]
-    assert len(nodes_of(name)) == len(nodes_of(name, KV)) == 1
+    assert len(nodes_of(name)) == len(sorted(actors_of(name)[KV])) == 1
 
 
 def test_a_working_directory_with_its_own_actors(address: str, name: str, tmp_path: Path) -> None:
@@ -141,8 +150,9 @@ def test_a_service_that_stops_and_starts_again(
         assert cache.store(range(4), {0: make_rows(4, 1)}).failed == 1
         assert not cache.kv.report_stored(range(4))
         assert cache.stats().node is None
-    troubles = [record.message.split(" can't be reached ")[0] for record in caplog.records]
-    assert sorted(troubles) in (["the cache"], ["the cache", "the directory"])  # each once
+    troubles = [record.message.split(" can't be reached")[0].removeprefix("hs_cache: ") for record in caplog.records]
+    assert len(set(troubles)) == len(troubles), "each once"
+    assert {"the cache"} <= set(troubles) <= {"the cache", "the directory", "the KV actor"}
     assert cache.stats().unreachable_total >= 3
     with pytest.raises(ServiceError):
         strict.retrieve(range(12), 0)
@@ -177,13 +187,91 @@ def test_another_chunk_size_after_a_restart_is_an_error(name: str) -> None:
 
 def test_starting_and_stopping_from_code(name: str) -> None:
     nodes = hs_cache.start(SETTINGS, service=name)
-    assert nodes == nodes_of(name) == nodes_of(name, KV)
+    assert nodes == nodes_of(name) == sorted(actors_of(name)[KV])
     assert deploy.start(CacheConfig(), service=name) == nodes
     assert hs_cache.stop(service=name) == 1
-    assert nodes_of(name) == nodes_of(name, KV) == []
+    assert nodes_of(name) == sorted(actors_of(name)[KV]) == []
 
 
 def test_services_are_apart(connect: Connect, service: str, start_service: StartService) -> None:
     one, other = connect(service=service), connect(service=start_service())
     one.store(range(8), {0: make_rows(8, 1)})
     assert not other.retrieve(range(8), 0)
+
+
+def test_a_service_without_a_node_is_waited_for_and_not_started_again(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = CacheConfig(**SETTINGS, node_selector={"resources": {"none has this": 1}})
+    assert deploy.start(config, service=name) == []
+    monkeypatch.setattr(client_module, "_FIRST_NODE_S", 0.5)
+    monkeypatch.setattr(client_module, "start", lambda *_, **__: pytest.fail("it runs already"))
+    with pytest.raises(ServiceNotRunningError, match="has no node yet"):
+        client(name)
+
+
+def test_what_a_lost_controller_left_behind_is_taken_on_or_replaced(name: str) -> None:
+    def node() -> Any:
+        (node_id,) = nodes_of(name)
+        return find_actor(name, HIDDEN_STATES, node_id)
+
+    deploy.start(CacheConfig(**SETTINGS), service=name)
+    pid = ray.get(node().stats.remote()).pid
+    for chunk_size in (CHUNK_SIZE, 2 * CHUNK_SIZE):
+        ray.kill(find_controller(name), no_restart=True)
+        wait_until(lambda: not is_running(name), "its name is free")
+        deploy.start(CacheConfig(**{**SETTINGS, "chunk_size": chunk_size}), service=name)
+        assert ray.get(node().config.remote()).chunk_size == chunk_size
+        assert (ray.get(node().stats.remote()).pid == pid) is (chunk_size == CHUNK_SIZE)
+
+
+def test_a_kv_actor_that_is_gone_for_good_is_replaced(name: str) -> None:
+    (node_id,) = deploy.start(CacheConfig(**SETTINGS), service=name)
+    cache = client(name)
+    cache.store(range(8), {0: make_rows(8, 1)})
+    ray.kill(find_actor(name, KV, node_id), no_restart=True)
+    assert cache.retrieve(range(8), 0).ended_by == "kv_unknown"
+    wait_until(lambda: node_id in actors_of(name)[KV], "there is another one")
+
+    def hit() -> bool:
+        cache.store(range(8), {0: make_rows(8, 1)})
+        return bool(cache.retrieve(range(8), 0))
+
+    wait_until(hit, "it is asked")
+
+
+def test_a_ray_cluster_that_is_gone_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port()}")
+    script = "import hs_cache\ntry: hs_cache.connect()\nexcept hs_cache.ServiceError as error: print(error)"
+    done = run_python(["-c", script])
+    assert re.match(r"no Ray cluster can be joined at .*Connection refused", done.stdout), done.stderr
+
+
+def test_a_ray_cluster_that_wants_a_token_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="hs", dir="/tmp", ignore_cleanup_errors=True) as directory:
+        line = [
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
+            "start",
+            "--head",
+            f"--port={port}",
+            "--num-cpus=1",
+            "--block",
+        ]
+        line += ["--include-dashboard=false", f"--temp-dir={directory}", "--object-store-memory=80000000"]
+        environ = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
+        head = subprocess.Popen(
+            line, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        try:
+            wait_until(lambda: listens(port), "the cluster is there")
+            monkeypatch.delenv("RAY_AUTH_MODE")
+            monkeypatch.setenv("HOME", str(tmp_path))
+            done = run_python(["-m", "actors", "status", "--address", f"127.0.0.1:{port}"])
+            assert (done.returncode, done.stdout) == (1, "")
+            assert "set RAY_AUTH_MODE=token here too" in done.stderr.splitlines()[-1]
+        finally:
+            os.killpg(head.pid, signal.SIGKILL)
+            head.wait()

@@ -9,7 +9,7 @@ import torch
 
 from hs_cache.errors import InvalidInputError
 from hs_cache.keys import KeySpace, TokenDatabase
-from hs_cache.router import HIDDEN_STATES, KV, find_actor, nodes_of
+from hs_cache.router import HIDDEN_STATES, KV, actors_of, find_actor, nodes_of
 from tests.builders import CHUNK_SIZE
 from tests.cluster import remotes
 from tests.cluster.children import make_rows
@@ -68,7 +68,7 @@ def test_chunks_by_handle(actor: Any, model: str) -> None:
 
 
 def test_kv_by_handle(actor: Any, service: str, model: str) -> None:
-    kv = find_actor(service, KV, nodes_of(service, KV)[0])
+    kv = find_actor(service, KV, next(iter(actors_of(service)[KV])))
     ray.get(actor.store_hidden_states.remote(range(8), make_rows(8, 1), model=model))
     keys = TokenDatabase(KeySpace(model=model, chunk_size=CHUNK_SIZE)).chunk_keys(range(8))
     assert ray.get(kv.bound.remote())

@@ -19,7 +19,7 @@ from ray.cluster_utils import Cluster
 from actors import deploy
 from hs_cache.config import CacheConfig
 from hs_cache.errors import PoolTooLargeError, ServiceNotRunningError
-from hs_cache.router import HIDDEN_STATES, KV, Router, find_actor, find_controller, nodes_of
+from hs_cache.router import HIDDEN_STATES, KV, Router, actors_of, find_actor, find_controller, nodes_of
 from tests.builders import CHUNK_SIZE
 from tests.cluster import probes, remotes
 from tests.cluster.children import make_rows
@@ -95,7 +95,7 @@ def test_a_pool_too_large_for_one_of_the_nodes(cluster: Cluster, name: str) -> N
                 deploy.start(config, service=name)
             with pytest.raises(ServiceNotRunningError):
                 find_controller(name)
-            assert nodes_of(name) == nodes_of(name, KV) == []
+            assert nodes_of(name) == sorted(actors_of(name)[KV]) == []
             wait_until(lambda: not pool_inodes(name), "no pool is left")
         finally:
             os.killpg(small.pid, signal.SIGKILL)  # its own session: the raylet and what serves it
@@ -300,7 +300,7 @@ def test_nodes_that_join_and_leave(cluster: Cluster, nodes: Nodes, everywhere: s
 def _check_joined(service: str, node_ids: list[str]) -> None:
     expected = tuple(sorted(node_ids))
     wait_until(lambda: controller_stats(service).nodes == expected, "the actors of the new nodes publish")
-    assert tuple(nodes_of(service)) == tuple(nodes_of(service, KV)) == expected
+    assert tuple(nodes_of(service)) == tuple(sorted(actors_of(service)[KV])) == expected
 
 
 def _check_left(cache: Any, service: str, node_id: str, left: int) -> None:
@@ -312,7 +312,9 @@ def _check_left(cache: Any, service: str, node_id: str, left: int) -> None:
         assert is_right(hit)
         assert time.monotonic() < deadline
     wait_until(lambda: node_id not in alive_nodes(), "Ray knows that the node is gone")
-    wait_until(lambda: node_id not in nodes_of(service) + nodes_of(service, KV), "the names of its actors are free")
+    wait_until(
+        lambda: not any(node_id in ids for ids in actors_of(service).values()), "the names of its actors are free"
+    )
     hit = within(LIMIT_S, lambda: cache.retrieve(TOKENS, [0, -1]))
     assert (hit.num_tokens, hit.ended_by) == (left, "hidden_state")
     assert is_right(hit)

@@ -13,7 +13,7 @@ from ray.cluster_utils import Cluster
 from actors import deploy
 from actors.nodes import select_nodes
 from hs_cache.config import CacheConfig
-from hs_cache.router import HIDDEN_STATES, KV, find_actor, nodes_of, rendezvous
+from hs_cache.router import HIDDEN_STATES, KV, actors_of, find_actor, nodes_of, rendezvous
 from tests.builders import CHUNK_SIZE
 from tests.cluster import probes
 from tests.cluster.children import make_rows
@@ -70,7 +70,7 @@ def gpu_only(nodes: Nodes, start_service: StartService) -> str:
 
 
 def test_every_node_has_its_pair(nodes: Nodes, everywhere: str) -> None:
-    assert nodes_of(everywhere) == nodes_of(everywhere, KV) == nodes.all
+    assert nodes_of(everywhere) == sorted(actors_of(everywhere)[KV]) == nodes.all
     for node_id in nodes.all:
         for kind in (HIDDEN_STATES, KV):
             where = find_actor(everywhere, kind, node_id).__ray_call__.remote(probes.node_of)
@@ -115,7 +115,7 @@ def test_the_selector_decides(nodes: Nodes, selector: Any, chosen: list[str]) ->
 
 
 def test_a_node_without_an_actor_uses_the_object_store(nodes: Nodes, gpu_only: str) -> None:
-    assert nodes_of(gpu_only) == nodes_of(gpu_only, KV) == [nodes.gpu]
+    assert nodes_of(gpu_only) == sorted(actors_of(gpu_only)[KV]) == [nodes.gpu]
     cache = client(gpu_only)
     rows = {0: make_rows(12, 1).to(torch.bfloat16), 3: make_rows(12, 2, hidden_dim=24)}
     stored = cache.store(range(12), rows)
@@ -130,7 +130,8 @@ def test_a_node_without_an_actor_uses_the_object_store(nodes: Nodes, gpu_only: s
     hit[0].zero_()
     assert torch.equal(cache.retrieve(range(12), 0, start=3, stop=10)[0], rows[0][3:10])
     assert torch.equal(cache.retrieve(range(12), 0, dtype=torch.float32)[0], rows[0].float())
-    assert (cache.stats().zero_copy_total, cache.stats().node.num_clients) == (0, 0)
+    stats = cache.stats()
+    assert (stats.zero_copy_total, stats.copied_total, stats.node.num_clients) == (3, 1, 0), "as they arrived, but one"
     assert not cache.retrieve(range(100, 108), 0)
 
 
@@ -141,7 +142,7 @@ def test_rows_cross_nodes_both_ways(nodes: Nodes, gpu_only: str) -> None:
     assert read_on(nodes.gpu, cache, range(4096)) == (here.numpy().tobytes(), 1, 0)
     assert write_on(nodes.gpu, cache, range(5000, 5008), there.numpy()) == (nodes.gpu, 2)
     assert torch.equal(cache.retrieve(range(5000, 5008), 0)[0], there)
-    assert read_on(nodes.labelled, cache, range(4096)) == (here.numpy().tobytes(), 0, 1)
+    assert read_on(nodes.labelled, cache, range(4096)) == (here.numpy().tobytes(), 1, 0)
     assert write_on(nodes.labelled, cache, range(6000, 6004), there[:4].numpy()) == (nodes.gpu, 1)
     assert read_on(nodes.gpu, cache, range(6000, 6004)) == (there[:4].numpy().tobytes(), 1, 0)
 

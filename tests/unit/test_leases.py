@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import os
 import random
 import sys
 import threading
@@ -15,6 +16,7 @@ import torch
 from hs_cache import leases
 from hs_cache.errors import ServiceError
 from hs_cache.leases import ClientProcess, Releaser, this_process
+from hs_cache.machine import own_start_time
 from hs_cache.messages import PoolAddress
 from tests.builders import make_tokens
 from tests.direct import DirectCache, DirectPeer, Node, make_rows, poll, run_script
@@ -149,8 +151,8 @@ def recorder(sent: list[tuple[str, int]], name: str) -> Callable[[Sequence[int]]
 
 def test_ids_go_once_to_the_node_of_their_incarnation() -> None:
     releaser, sent = Releaser(), list[tuple[str, int]]()
-    releaser.connect(OLD, recorder(sent, "old"), None, Client())
-    releaser.connect(NEW, recorder(sent, "new"), None, Client())
+    releaser.connect(OLD, recorder(sent, "old"), living_owner(OLD), Client())
+    releaser.connect(NEW, recorder(sent, "new"), living_owner(NEW), Client())
     for number in range(50):
         releaser.end(OLD if number % 2 else NEW, [number])
     poll(lambda: len(sent) == 50, "the thread has handed all over")
@@ -161,8 +163,8 @@ def test_ids_go_once_to_the_node_of_their_incarnation() -> None:
 def test_what_a_request_took_along_is_not_sent_unless_it_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "_FLUSH_PERIOD_S", 3600)
     releaser, sent = Releaser(), list[tuple[str, int]]()
-    releaser.connect(OLD, recorder(sent, "old"), None, Client())
-    releaser.connect(NEW, recorder(sent, "new"), None, Client())
+    releaser.connect(OLD, recorder(sent, "old"), living_owner(OLD), Client())
+    releaser.connect(NEW, recorder(sent, "new"), living_owner(NEW), Client())
     releaser.end(NEW, [0])
     poll(releaser._ends.empty, "the thread has work")
     poll(lambda: releaser.take(NEW) == (0,), "the thread waits for more, for an hour")
@@ -187,8 +189,8 @@ def test_a_node_that_cannot_be_told_is_told_later_and_keeps_no_other_waiting() -
             raise ServiceError("not now")
         recorder(sent, "old")(ids)
 
-    releaser.connect(OLD, failing, None, Client())
-    releaser.connect(NEW, recorder(sent, "new"), None, Client())
+    releaser.connect(OLD, failing, living_owner(OLD), Client())
+    releaser.connect(NEW, recorder(sent, "new"), living_owner(NEW), Client())
     releaser.end(OLD, [1])
     releaser.end(NEW, [2])
     poll(lambda: sent == [("new", 2)], "the other one is told")
@@ -225,6 +227,12 @@ class Machine:
         """The thread has been through everything that it had to do, several times."""
         enough = self.looks + 6
         poll(lambda: self.looks >= enough, "the thread looks after the owners")
+
+
+def living_owner(incarnation: bytes) -> PoolAddress:
+    start_time = own_start_time()
+    assert start_time is not None
+    return PoolAddress(os.getpid(), start_time, 0, incarnation, 0)
 
 
 def owner(pid: int, incarnation: bytes) -> PoolAddress:
@@ -295,7 +303,7 @@ def test_an_owner_is_missed_however_many_leases_end(monkeypatch: pytest.MonkeyPa
             releaser.end(NEW, [ids[0] + 1])  # there is always another one
 
     releaser.connect(OLD, recorder([], "old"), owner(1, OLD), idle)
-    releaser.connect(NEW, send, None, Client())
+    releaser.connect(NEW, send, owner(2, NEW), Client())
     machine.running.remove(1)
     releaser.end(NEW, [0])
     try:
@@ -318,16 +326,17 @@ def test_an_owner_that_cannot_be_looked_at_is_not_gone(monkeypatch: pytest.Monke
     poll(lambda: client.dropped == [OLD], "the owner is missed")
 
 
-def test_an_owner_without_an_address_is_not_looked_after(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ends_after_its_owner_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     machine, releaser, sent = Machine(monkeypatch), Releaser(), list[tuple[str, int]]()
-    far, near = Client(), Client()
-    machine.running.clear()
-    releaser.connect(OLD, recorder(sent, "old"), None, far)
-    releaser.connect(NEW, recorder(sent, "new"), owner(2, NEW), near)
-    poll(lambda: near.dropped == [NEW], "the other one is missed")
+    client = Client()
+    releaser.connect(OLD, recorder(sent, "old"), owner(1, OLD), client)
+    releaser.connect(NEW, recorder(sent, "new"), owner(2, NEW), Client())
+    machine.running.discard(1)
+    poll(lambda: client.dropped == [OLD], "the owner is missed")
     releaser.end(OLD, [1])
-    poll(lambda: sent == [("old", 1)], "the thread goes on")
-    assert far.dropped == []
+    releaser.end(NEW, [2])
+    poll(lambda: sent == [("new", 2)], "the thread goes on")
+    assert not releaser._ended and OLD not in releaser._senders
 
 
 def test_a_sender_that_fails_is_not_tried_again_until_more_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:

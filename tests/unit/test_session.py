@@ -1,19 +1,23 @@
 """What a client does, end to end over a real pool and server: results, copies, restarts, life cycle, threads."""
 
 import gc
+import logging
 import pickle
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from hs_cache import attachment, session
 from hs_cache.errors import (
     CacheClosedError,
     InvalidInputError,
     ServiceError,
+    ServiceNotRunningError,
 )
 from hs_cache.results import StoreResult
 from hs_cache.session import Session
@@ -21,6 +25,7 @@ from tests.builders import CHUNK_SIZE, make_tokens
 from tests.direct import (
     BAD_STORES,
     HIDDEN_DIM,
+    Clock,
     DirectCache,
     Node,
     make_rows,
@@ -391,23 +396,84 @@ def test_a_result_stays_right_while_writers_churn_the_whole_pool() -> None:
 
 def test_where_the_pool_cannot_be_opened_rows_go_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node()
-    monkeypatch.setattr(node.pool, "address", node.pool.address.__class__(1, 1, 0, node.pool.incarnation, 4096))
+    monkeypatch.setattr(node.pool, "address", replace(node.pool.address, fd=10**6))
     cache = DirectCache(node)
     assert cache.put(TOKENS) == StoreResult(stored=3, prefix_tokens=12)
     assert cache.effects == ["Work", "store_rows"]
     assert torch.equal(cache.retrieve(TOKENS)[0], make_rows(TOKENS))
-    assert cache.effects == ["retrieve_rows", "Fetch", "Fetch", "Work"]
-    assert zero_copy(cache) == (0, 1)
+    assert cache.effects == ["retrieve_rows", "Fetch", "Fetch"]
+    assert zero_copy(cache) == (1, 0)
     node.settled()
+
+
+def test_a_client_without_a_pool_looks_for_a_better_link_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(attachment, "time", clock)
+    monkeypatch.setattr(session, "time", clock)
+    node = Node()
+    address = node.pool.address
+    monkeypatch.setattr(node.pool, "address", replace(address, fd=10**6))
+    with caplog.at_level(logging.INFO, logger="hs_cache.attachment"):
+        cache = DirectCache(node)
+        for _ in range(3):
+            cache.put(TOKENS)
+            assert cache.effects == ["Work", "store_rows"]
+            clock.advance(attachment._LOOK_AGAIN_S)
+            cache.put(TOKENS)
+            assert cache.effects == ["Locate", "attach", "Work", "store_rows"]
+    assert [record.levelname for record in caplog.records] == ["WARNING"], "it is on the pool's own node"
+    clock.advance(attachment._LOOK_AGAIN_S)
+    cache.faults[1] = refused
+    assert cache.put(TOKENS).present == 3, "what there was is used on"
+    assert cache.effects == ["Locate", "attach", "Work", "store_rows"]
+    monkeypatch.setattr(node.pool, "address", address)
+    cache.put(TOKENS)
+    assert cache.effects == ["Locate", "attach", "reserve", "commit"]
+    clock.advance(attachment._LOOK_AGAIN_S)
+    cache.put(TOKENS)
+    assert cache.effects == ["reserve", "commit"], "there is no better one"
+
+
+def test_an_owner_that_ends_between_its_answer_and_the_opening_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node()
+    address = node.pool.address
+    monkeypatch.setattr(node.pool, "address", replace(address, start_time=address.start_time + 1))
+    cache = DirectCache(node)
+    monkeypatch.setattr(node.pool, "address", address)
+    assert cache.put(TOKENS).stored == 3
+    assert cache.effects == ["Locate", "attach", "reserve", "Work", "commit"]
 
 
 # KV reports
 
 
-@EVERYWHERE
-def test_kv_reports_reach_the_node(far: bool) -> None:
+def test_the_kv_of_a_client_elsewhere_is_no_concern_of_its_node() -> None:
     node = Node()
-    cache = DirectCache(node, far=far)
+    near, far = DirectCache(node), DirectCache(node, far=True)
+    near.put(TOKENS)
+    for method, what in (("report_evicted", TOKENS), ("resync", []), ("report_stored", TOKENS)):
+        assert not far.report(method, what)
+    assert (far.effects, far.run(far.session.stats()).unreachable_total) == ([], 3)
+    assert near.retrieve(TOKENS).num_tokens == 12
+    with pytest.raises(ServiceNotRunningError, match="no KV actor on this client's node"):
+        DirectCache(node, far=True, strict=True).report("resync", [])
+
+
+def test_trouble_with_the_kv_actor_leaves_the_link_alone(caplog: pytest.LogCaptureFixture) -> None:
+    cache = DirectCache(Node())
+    for _ in range(2):
+        cache.faults[0] = refused
+        assert not cache.report("report_evicted", TOKENS)
+    assert [record.getMessage().split(" can't")[0] for record in caplog.records] == ["hs_cache: the KV actor"]
+    cache.put(TOKENS)
+    assert cache.effects == ["reserve", "Work", "commit"]
+
+
+def test_kv_reports_reach_the_node() -> None:
+    node = Node()
+    cache = DirectCache(node)
     cache.put(TOKENS)
     keys = cache.session.chunk_keys(TOKENS, ())
     for what in (TOKENS, keys, keys.blob, list(keys), tuple(keys), np.array(TOKENS)):
@@ -418,8 +484,7 @@ def test_kv_reports_reach_the_node(far: bool) -> None:
     assert cache.report("resync", [])
     assert node.index.presence(keys.blob) == b"\0\0\0"
     hit = cache.retrieve(TOKENS)
-    # The KV of a writer on another node is not this node's to call absent.
-    assert (hit.num_tokens, hit.ended_by) == ((12, "") if far else (0, "kv_absent"))
+    assert (hit.num_tokens, hit.ended_by) == (0, "kv_absent")
     for wrong in ([b"x"], b"x" * 17, [keys[0], 5], [0.5], "text"):
         with pytest.raises(InvalidInputError):
             cache.report("report_evicted", wrong)

@@ -607,7 +607,7 @@ def test_without_the_controller_what_is_here_is_served(
         begun = clock.monotonic()
         hit = cache.retrieve(TOKENS)
         waited.append(clock.monotonic() - begun)
-        assert (hit.num_tokens, hit.ended_by) == (8, "hidden_state")
+        assert (hit.num_tokens, hit.ended_by) == (8, "unreachable"), "who knows what others have"
         check(hit)
     assert waited == pytest.approx([TIMEOUT_S if slow else 0.0, 0.0, 0.0, 0.0]), "one retrieve waits for it, at most"
     (record,) = caplog.records
@@ -619,7 +619,9 @@ def test_without_the_controller_what_is_here_is_served(
     assert cache.retrieve(TOKENS).num_tokens == 24
     nodes[0].controller.unreachable = True
     cache.retrieve(TOKENS)
-    assert len(caplog.records) == 2, "logged again, after it had been well"
+    told = [record.getMessage().split(":")[1] for record in caplog.records]
+    away = " the directory can't be reached, and counts as empty until it can"
+    assert told == [away, " the directory can be reached again", away]
 
 
 def test_the_reason_why_it_ended_here_stays_when_nobody_has_more() -> None:
@@ -628,9 +630,11 @@ def test_the_reason_why_it_ended_here_stays_when_nobody_has_more() -> None:
     nodes[0].controller.hear_all()
     cache = DirectCache(nodes[0])
     cache.report("report_evicted", [cache.session.chunk_keys(TOKENS, ())[1]])
-    nodes[0].controller.unreachable = True
     hit = cache.retrieve(TOKENS[:12])
     assert (hit.num_tokens, hit.ended_by) == (4, "kv_absent")
+    nodes[0].controller.unreachable = True
+    hit = cache.retrieve(TOKENS[:12])
+    assert (hit.num_tokens, hit.ended_by) == (4, "unreachable")
 
 
 @pytest.mark.parametrize("far", [False, True], ids=["with a pool", "without a pool"])
@@ -822,7 +826,7 @@ def test_a_ref_whose_rows_are_lost_is_looked_for_by_its_keys(clock: Clock) -> No
     made = make_ref(DirectCache(nodes[0]))
     nodes[1].unreachable = True
     hit, _ = resolve_at(nodes[3], made, clock=clock)
-    assert (hit.num_tokens, hit.ended_by) == (8, "hidden_state"), "what could be fetched of it is still good"
+    assert (hit.num_tokens, hit.ended_by) == (8, "unreachable"), "what could be fetched of it is still good"
     check(hit)
     put_part(nodes[2], "abcd", 2)
     nodes[0].controller.hear_all()
@@ -870,8 +874,10 @@ def test_the_time_for_a_ref_is_what_its_caller_gives(clock: Clock) -> None:
     for timeout_s in (0.0, 0.25, 30.0):
         cache.faults[0] = lost_call
         hit = cache.run(cache.session.resolve(ask, pieces, timeout_s))
-        assert hit.num_tokens == 24, "found by its keys"
+        check(hit)
+        assert hit.num_tokens == 24 or not timeout_s, "found by its keys"
         assert cache.waits[0] == pytest.approx(timeout_s, abs=0.001)
+        assert max(cache.waits) <= max(timeout_s, gathering._LEAST_S) + 0.001
 
 
 # The log
@@ -889,6 +895,5 @@ def test_an_outage_of_one_node_is_logged_once(clock: Clock, caplog: pytest.LogCa
         nodes[1].unreachable = False
         assert cache.retrieve(TOKENS).num_tokens == 24
         warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
-        assert [f"node {nodes[1].name} can't be reached" in record.getMessage() for record in warnings] == [
-            True
-        ] * outage
+        told = [record.getMessage().removeprefix(f"hs_cache: node {nodes[1].name} can")[:2] for record in warnings]
+        assert told == ["'t", " b"] * outage
