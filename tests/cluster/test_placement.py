@@ -21,6 +21,7 @@ from tests.cluster.conftest import POOL_GIB, StartService
 from tests.cluster.nodes import (
     SLACK_S,
     add_node,
+    alive_nodes,
     all_nodes,
     client,
     read_on,
@@ -187,5 +188,6 @@ def test_a_lost_node_is_a_miss_and_others_take_over(cluster: Cluster, nodes: Nod
         wait_until(lambda: cache.store(range(8), {0: rows}).stored, "the other node serves")
         assert cache.stats().node.node_id == other.node_id
         assert torch.equal(cache.retrieve(range(8), 0)[0], rows)
+        wait_until(lambda: lost.node_id not in alive_nodes(), "Ray knows that the node is gone")
         assert deploy.start(CacheConfig(), service=name) == [other.node_id]
         assert deploy.stop(service=name) == 1
