@@ -34,6 +34,10 @@ venv: $(READY)  ## make or update .venv with everything that development and the
 demo: $(READY)  ## run the thinker-talker example
 	$(BIN)/python examples/qwen3_omni_thinker_talker.py
 
+.PHONY: runner
+runner: $(READY)  ## run an engine's loop: continuous batching, chunked prefill, preemption and abort
+	$(BIN)/python examples/vllm_style_runner.py
+
 .PHONY: test
 test: $(READY)  ## run all tests
 	$(BIN)/python -m pytest --durations=10
@@ -41,6 +45,10 @@ test: $(READY)  ## run all tests
 .PHONY: test-unit
 test-unit: $(READY)  ## run the tests that start no Ray
 	$(BIN)/python -m pytest tests/unit
+
+.PHONY: test-gpu
+test-gpu: $(READY)  ## run the tests that need a CUDA device; they are skipped where there is none
+	$(BIN)/python -m pytest tests/gpu -rs
 
 CHAOS_SECONDS ?= 60
 CHAOS_SEED ?=
@@ -62,8 +70,9 @@ typecheck: $(READY)  ## mypy --strict
 check: lint typecheck  ## lint and typecheck
 
 .PHONY: bench
-bench: $(READY)  ## measure store and retrieve on a node against memcpy, and from another node against a bare Ray transfer
+bench: $(READY)  ## measure store and retrieve on a node against memcpy, in steps, and from another node against a bare Ray transfer
 	$(BIN)/python benchmarks/same_node.py
+	$(BIN)/python benchmarks/steps.py
 	$(BIN)/python benchmarks/cross_node.py
 
 .PHONY: clean

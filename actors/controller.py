@@ -88,6 +88,11 @@ class CacheController:
             self._locates += 1
             return self._directory.locate(keys, without=without)
 
+    def where(self, keys: bytes, without: Sequence[str] = ()) -> tuple[str, ...]:
+        """For each key, a node that has it, none of `without`; ``""`` where none does. A hint."""
+        with self._lock:
+            return self._directory.where(keys, without=without)
+
     def stats(self) -> ControllerStatistics:
         """A snapshot."""
         with self._lock:

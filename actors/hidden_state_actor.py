@@ -24,10 +24,14 @@ from hs_cache.messages import (
     AttachReply,
     ClientInfo,
     CommitReply,
+    ExplainReply,
+    ExplainRequest,
     LeaseReply,
     LeaseRequest,
     LocationBatch,
     NodeStatistics,
+    PlanReply,
+    PlanRequest,
     PublishReply,
     ReserveReply,
     ReserveRequest,
@@ -182,6 +186,14 @@ class HiddenStateActor:
     def lease(self, request: LeaseRequest) -> LeaseReply:
         """See `CacheServer.lease`."""
         return self._server.lease(request)
+
+    def plan(self, request: PlanRequest) -> PlanReply:
+        """See `CacheServer.plan`."""
+        return self._server.plan(request)
+
+    def explain(self, request: ExplainRequest) -> ExplainReply:
+        """See `CacheServer.explain`."""
+        return self._server.explain(request)
 
     def release(self, incarnation: bytes, client_id: bytes, ids: Sequence[int]) -> None:
         """See `CacheServer.release`."""

@@ -26,19 +26,23 @@ if TYPE_CHECKING:
     from hs_cache.keys import ChunkKeys, KeySpace, TokenDatabase
     from hs_cache.launch import start, stop
     from hs_cache.refs import HiddenStateRef
-    from hs_cache.results import CacheStatistics, PrefixHit, StoreResult
+    from hs_cache.results import CacheStatistics, ChunkReport, Coverage, PrefixHit, StoreResult
+    from hs_cache.writer import AsyncPrefixWriter, PrefixWriter
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AsyncHiddenStateCache",
     "AsyncKVReports",
+    "AsyncPrefixWriter",
     "CacheClosedError",
     "CacheConfig",
     "CacheStatistics",
     "ChunkKeys",
+    "ChunkReport",
     "ConfigError",
     "ConfigMismatchError",
+    "Coverage",
     "HiddenStateCache",
     "HiddenStateCacheError",
     "HiddenStateRef",
@@ -48,6 +52,7 @@ __all__ = [
     "PoolError",
     "PoolTooLargeError",
     "PrefixHit",
+    "PrefixWriter",
     "ServiceError",
     "ServiceNotRunningError",
     "ServiceTimeoutError",
@@ -75,8 +80,12 @@ _HOME = {
     "start": "launch",
     "stop": "launch",
     "CacheStatistics": "results",
+    "ChunkReport": "results",
+    "Coverage": "results",
     "PrefixHit": "results",
     "StoreResult": "results",
+    "AsyncPrefixWriter": "writer",
+    "PrefixWriter": "writer",
 }
 
 

@@ -8,14 +8,16 @@ Memory moves between the states that `hs_cache.store` names like this: `ChunkTab
 `ChunkTable.let_go`.
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise, takewhile
 
 from hs_cache.eviction import PrefixLRU
 from hs_cache.extents import Extent, ExtentAllocator
-from hs_cache.messages import LayerSpec
+from hs_cache.messages import EVICTED, LayerSpec
+
+_MAX_DEPARTED = 65_536
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +71,7 @@ class ChunkTable:
         self._order = PrefixLRU()
         self._specs: dict[tuple[bytes, int], list[LayerSpec]] = {}  # one entry per chunk or reservation that uses it
         self._changes: dict[bytes, bool] = {}  # keys entered (True) and dropped since `take_changes`
+        self._departed: OrderedDict[bytes, str] = OrderedDict()  # why chunks that were here are not, oldest first
         self.resident_bytes = self.reserved_bytes = self.stranded_bytes = 0
         self.held_bytes = self.leased_bytes = 0
 
@@ -123,6 +126,7 @@ class ChunkTable:
         self._chunks[chunk.key] = chunk
         self._order.add(chunk.key, parent)
         self._changes[chunk.key] = True
+        self._departed.pop(chunk.key, None)
 
     def add_layer(self, chunk: Chunk, spec: LayerSpec, extent: Extent) -> None:
         """Give a chunk in the table a layer that it has not got, in an extent that was taken."""
@@ -135,14 +139,14 @@ class ChunkTable:
         self.leased_bytes += nbytes if chunk.leases else 0
         self.use_spec(chunk.space, spec)
 
-    def unlink(self, chunk: Chunk) -> None:
+    def unlink(self, chunk: Chunk, why: str = EVICTED) -> None:
         """Drop a chunk from the table; its memory is freed now, or with its last hold."""
         if chunk.holds:
             self.held_bytes -= chunk.nbytes
             self.stranded_bytes += chunk.nbytes
         else:
             self.vacate(chunk)
-        self._remove(chunk)
+        self._remove(chunk, why)
 
     def hold(self, chunk: Chunk, *, lease: bool = False) -> None:
         """Hold a chunk in the table: it is not evicted, and its memory is not reused, before `let_go`."""
@@ -243,10 +247,17 @@ class ChunkTable:
 
     def evict(self, chunk: Chunk) -> None:
         """Drop a chunk that nobody holds and that has been vacated."""
-        self._remove(chunk)
+        self._remove(chunk, EVICTED)
 
-    def _remove(self, chunk: Chunk) -> None:
+    def why_gone(self, key: bytes) -> str:
+        """Why a chunk that isn't in the table has left it; ``""`` if it never was, or that was too long ago."""
+        return self._departed.get(key, "")
+
+    def _remove(self, chunk: Chunk, why: str) -> None:
         chunk.linked = False
+        self._departed[chunk.key] = why
+        if len(self._departed) > _MAX_DEPARTED:
+            self._departed.popitem(last=False)
         del self._chunks[chunk.key]
         self._order.remove(chunk.key)
         self._changes[chunk.key] = False

@@ -7,6 +7,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,15 +16,17 @@ from typing import Any
 import ray
 import torch
 
+from hs_cache.background import Background
 from hs_cache.config import CacheConfig
 from hs_cache.errors import ConfigMismatchError, ServiceNotRunningError
 from hs_cache.keys import ChunkKeys, KeySpace, MMSpan, TokenIds
 from hs_cache.launch import check_service, join, start
 from hs_cache.planning import check_key
 from hs_cache.refs import HiddenStateRef
-from hs_cache.results import CacheStatistics, PrefixHit, StoreResult
+from hs_cache.results import CacheStatistics, ChunkReport, Coverage, PrefixHit, StoreResult
 from hs_cache.router import Router, is_running
 from hs_cache.session import Session
+from hs_cache.writer import AsyncPrefixWriter, PrefixWriter
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +42,7 @@ class _Client:
     def __init__(self, router: Router, session: Session) -> None:
         self._router = router
         self._session = session
+        self._background = Background()
 
     @property
     def chunk_size(self) -> int:
@@ -88,7 +93,11 @@ class HiddenStateCache(_Client):
         self.close()
 
     def close(self) -> None:
-        """Idempotent. Rows already handed out stay valid."""
+        """Idempotent. Rows already handed out stay valid.
+
+        Blocks for the `store_async` that is being carried out; those that have not begun fail with `CacheClosedError`.
+        """
+        self._background.close()
         self._session.close()
 
     def store(
@@ -104,19 +113,63 @@ class HiddenStateCache(_Client):
         Args:
             token_ids: the full prefix.
             layers: layer_idx → rows ``[len(token_ids) - token_offset, hidden_dim]`` of a floating dtype, on any device
-                and of
-                any stride (NumPy arrays too). They are kept in that dtype; a layer has one hidden_dim and dtype per key
-                space.
-            token_offset: the token to which row 0 belongs. A chunk of which only a part is given is left out.
+                and of any stride (NumPy arrays too). They are kept in that dtype; a layer has one hidden_dim and dtype
+                per key space. Rows on a GPU are copied as they are behind the work that its current stream has now,
+                straight into the pool; this blocks for that work.
+            token_offset: the token to which row 0 belongs. Rows of a chunk of which only a part is given are held in
+                this client until the rest comes in other calls, in any order; `writer` does the same for less.
             mm_spans: ``(start, length, content_hash)`` of the placeholder tokens of audio, images and the like.
 
         Returns:
-            Counts of chunks by outcome, and how far the prefix is retrievable now. Whoever stored a chunk first wins.
+            Counts of the chunks that are complete now, by outcome, and how far the prefix is retrievable. Whoever
+            stored a chunk first wins.
 
         Raises:
             InvalidInputError: an argument is wrong.
         """
         return self._router.run(self._session.store(token_ids, layers, token_offset, mm_spans))
+
+    def store_async(
+        self,
+        token_ids: TokenIds,
+        layers: Mapping[int, Any],
+        *,
+        token_offset: int = 0,
+        mm_spans: Sequence[MMSpan] = (),
+    ) -> "Future[StoreResult]":
+        """`store` in the background, on one thread for this client, in the order of the calls. Returns at once.
+
+        Rows must not be written to before the future is done; for those on a GPU, work that its current stream has
+        now may still write them. They may be deleted at any time: they are kept until they are stored. `close` fails
+        what has not begun by then.
+
+        Args:
+            token_ids, layers, token_offset, mm_spans: as `store` takes them.
+
+        Returns:
+            A future of what `store` returns or raises. Cancelled before its turn it comes to nothing; afterwards the
+            rows are stored all the same.
+
+        Raises:
+            InvalidInputError: an argument is wrong. That a layer has another hidden_dim or dtype in this key space is
+                found in its turn, and raised by the future.
+        """
+        return self._background.submit(
+            partial(self._router.run, self._session.store(token_ids, layers, token_offset, mm_spans))
+        )
+
+    def writer(self, request_id: str, *, mm_spans: Sequence[MMSpan] = ()) -> PrefixWriter:
+        """A writer for one request, which gets rows step by step and needs no prefix again.
+
+        Args:
+            request_id: any name; one open writer has it at a time in this client.
+            mm_spans: of the whole prompt, as `store` takes them.
+
+        Raises:
+            InvalidInputError: an argument is wrong, or that request's writer is still open.
+        """
+        request = self._session.open_request(request_id, mm_spans)
+        return PrefixWriter(self._router, self._session, request_id, request)
 
     def retrieve(
         self,
@@ -126,6 +179,7 @@ class HiddenStateCache(_Client):
         start: int = 0,
         stop: int | None = None,
         dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
         out: Mapping[int, torch.Tensor] | None = None,
         mm_spans: Sequence[MMSpan] = (),
         wait_s: float = 0.0,
@@ -140,8 +194,13 @@ class HiddenStateCache(_Client):
             layers: one layer_idx or several.
             start, stop: return the rows of these tokens only; the prefix before them has to be there all the same.
             dtype: convert to this dtype while copying; None keeps the stored one.
-            out: layer_idx → buffer ``[at least stop - start, hidden_dim]`` to copy into; what comes back are its first
-                rows. After an error, a miss or a cancellation a buffer has an unspecified content.
+            device: where the rows are wanted, "cuda" or "cuda:1" say; None and "cpu" are the CPU. A copy straight from
+                the pool is begun on the device's current stream: what that is given next sees the rows, and nothing
+                blocks but the first use, which page-locks this process's mapping of the pool. Rows of another node are
+                copied before this returns.
+            out: layer_idx → buffer ``[at least stop - start, hidden_dim]`` to copy into, on the CPU or a GPU; what
+                comes back are its first rows. After an error, a miss or a cancellation a buffer has an unspecified
+                content.
             mm_spans: as given to `store`.
             wait_s: wait up to this many seconds for all tokens (or those before `stop`), if another process is about to
                 store them; 0 takes what is there.
@@ -149,7 +208,41 @@ class HiddenStateCache(_Client):
         Raises:
             InvalidInputError: an argument is wrong.
         """
-        return self._router.run(self._session.retrieve(token_ids, layers, start, stop, dtype, out, mm_spans, wait_s))
+        return self._router.run(
+            self._session.retrieve(token_ids, layers, start, stop, dtype, device, out, mm_spans, wait_s)
+        )
+
+    def plan(
+        self,
+        token_ids: TokenIds,
+        layers: int | Sequence[int],
+        *,
+        mm_spans: Sequence[MMSpan] = (),
+        hold: bool = False,
+    ) -> Coverage:
+        """How far `retrieve` would get: what an engine asks before prefill. Moves no rows to this process.
+
+        One round trip; more only where other nodes have the rest of the prefix.
+
+        Args:
+            token_ids, layers, mm_spans: as for `retrieve`.
+            hold: lease what is found, so that it is still there when it is retrieved. What other nodes have is put into
+                their object store for that.
+
+        Raises:
+            InvalidInputError: an argument is wrong.
+        """
+        return self._router.run(self._session.plan(token_ids, layers, mm_spans, hold))
+
+    def explain(
+        self, token_ids: TokenIds, layers: int | Sequence[int], *, mm_spans: Sequence[MMSpan] = ()
+    ) -> list[ChunkReport]:
+        """Why each chunk of a prefix can be had with all of `layers`, or not; changes nothing.
+
+        Raises:
+            InvalidInputError: an argument is wrong.
+        """
+        return self._router.run(self._session.explain(token_ids, layers, mm_spans))
 
     def retrieve_ref(
         self, token_ids: TokenIds, layers: int | Sequence[int], *, mm_spans: Sequence[MMSpan] = ()
@@ -171,7 +264,7 @@ class HiddenStateCache(_Client):
     def retrieve_hidden_states(self, token_ids: TokenIds, *, layer_idx: int = 0) -> torch.Tensor | None:
         """LMCache's ``HiddenStateStore.retrieve_hidden_states``: CPU float32 ``[n, hidden_dim]``, None on a miss."""
         return _rows(
-            self._router.run(self._session.retrieve(token_ids, layer_idx, 0, None, torch.float32, None, (), 0.0)),
+            self._router.run(self._session.retrieve(token_ids, layer_idx, 0, None, torch.float32, None, None, (), 0.0)),
             layer_idx,
         )
 
@@ -214,7 +307,10 @@ class AsyncHiddenStateCache(_Client):
 
     async def close(self) -> None:
         """See `HiddenStateCache.close`."""
-        self._session.close()
+        try:
+            await asyncio.to_thread(self._background.close)
+        finally:
+            self._session.close()
 
     async def store(
         self,
@@ -227,6 +323,27 @@ class AsyncHiddenStateCache(_Client):
         """See `HiddenStateCache.store`. `layers` must not be written to before this returns."""
         return await self._router.arun(self._session.store(token_ids, layers, token_offset, mm_spans))
 
+    def store_async(
+        self,
+        token_ids: TokenIds,
+        layers: Mapping[int, Any],
+        *,
+        token_offset: int = 0,
+        mm_spans: Sequence[MMSpan] = (),
+    ) -> "asyncio.Future[StoreResult]":
+        """See `HiddenStateCache.store_async`; not a coroutine, as it waits for nobody. To be called from the event loop
+        that the future belongs to."""
+        loop = asyncio.get_running_loop()
+        steps = self._session.store(token_ids, layers, token_offset, mm_spans)
+        future = asyncio.wrap_future(self._background.submit(partial(self._router.run, steps)), loop=loop)
+        future.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # it may go unread
+        return future
+
+    def writer(self, request_id: str, *, mm_spans: Sequence[MMSpan] = ()) -> AsyncPrefixWriter:
+        """See `HiddenStateCache.writer`; not a coroutine, as it waits for nobody."""
+        request = self._session.open_request(request_id, mm_spans)
+        return AsyncPrefixWriter(self._router, self._session, request_id, request)
+
     async def retrieve(
         self,
         token_ids: TokenIds,
@@ -235,14 +352,32 @@ class AsyncHiddenStateCache(_Client):
         start: int = 0,
         stop: int | None = None,
         dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
         out: Mapping[int, torch.Tensor] | None = None,
         mm_spans: Sequence[MMSpan] = (),
         wait_s: float = 0.0,
     ) -> PrefixHit:
         """See `HiddenStateCache.retrieve`."""
         return await self._router.arun(
-            self._session.retrieve(token_ids, layers, start, stop, dtype, out, mm_spans, wait_s)
+            self._session.retrieve(token_ids, layers, start, stop, dtype, device, out, mm_spans, wait_s)
         )
+
+    async def plan(
+        self,
+        token_ids: TokenIds,
+        layers: int | Sequence[int],
+        *,
+        mm_spans: Sequence[MMSpan] = (),
+        hold: bool = False,
+    ) -> Coverage:
+        """See `HiddenStateCache.plan`."""
+        return await self._router.arun(self._session.plan(token_ids, layers, mm_spans, hold))
+
+    async def explain(
+        self, token_ids: TokenIds, layers: int | Sequence[int], *, mm_spans: Sequence[MMSpan] = ()
+    ) -> list[ChunkReport]:
+        """See `HiddenStateCache.explain`."""
+        return await self._router.arun(self._session.explain(token_ids, layers, mm_spans))
 
     async def retrieve_ref(
         self, token_ids: TokenIds, layers: int | Sequence[int], *, mm_spans: Sequence[MMSpan] = ()
@@ -263,7 +398,7 @@ class AsyncHiddenStateCache(_Client):
         """See `HiddenStateCache.retrieve_hidden_states`."""
         return _rows(
             await self._router.arun(
-                self._session.retrieve(token_ids, layer_idx, 0, None, torch.float32, None, (), 0.0)
+                self._session.retrieve(token_ids, layer_idx, 0, None, torch.float32, None, None, (), 0.0)
             ),
             layer_idx,
         )

@@ -151,10 +151,7 @@ class Directory:
         """
         self._turn += 1
         split = split_keys(keys)
-        alive = ~self._retired
-        for node_id in without:
-            if node_id in self._place:
-                alive &= ~(1 << self._place[node_id])
+        alive = self._alive(without)
         segments: list[Segment] = []
         first = 0
         candidates = 0
@@ -170,6 +167,11 @@ class Directory:
         if len(split) > first:
             segments.append(Segment(self._choose(candidates), first, len(split) - first))
         return tuple(segments)
+
+    def where(self, keys: bytes, *, without: Iterable[str] = ()) -> tuple[str, ...]:
+        """For each key, a node that has it, none of `without`; ``""`` where none does."""
+        alive = self._alive(without)
+        return tuple(self._choose(bits) if (bits := self._bits.get(key, 0) & alive) else "" for key in split_keys(keys))
 
     def check(self) -> None:
         """Audit; raises AssertionError. O(everything)."""
@@ -187,6 +189,13 @@ class Directory:
             assert bits, "a key without nodes is kept"
             assert not bits & ~(live | self._retired), "a key names a node that was never here"
             assert key in unswept or not bits & self._sweeping, "a key was left out"
+
+    def _alive(self, without: Iterable[str]) -> int:
+        alive = ~self._retired
+        for node_id in without:
+            if node_id in self._place:
+                alive &= ~(1 << self._place[node_id])
+        return alive
 
     def _choose(self, bits: int) -> str:
         for _ in range(self._turn % bits.bit_count()):

@@ -7,8 +7,17 @@ from typing import Any
 from hs_cache.directory import Segment
 from hs_cache.effects import Begin, Budget, Call, Fetch, Find, Peer, Steps, transfer_s
 from hs_cache.errors import ServiceError, ServiceTimeoutError
-from hs_cache.keys import KEY_BYTES
-from hs_cache.messages import LeaseReply, LeaseRequest
+from hs_cache.keys import KEY_BYTES, ChunkKeys
+from hs_cache.messages import (
+    EVICTED,
+    NEVER_STORED,
+    OK,
+    UNREACHABLE,
+    ExplainReply,
+    ExplainRequest,
+    LeaseReply,
+    LeaseRequest,
+)
 from hs_cache.retrieval import Ask, Piece
 from hs_cache.rows import flat_runs
 from hs_cache.troubles import Suspects, Troubles, without_frames
@@ -38,6 +47,7 @@ class Gathered:
         alone: the node that was asked last said that there is no other one.
         short: the node with which they ended.
         error: why that node didn't answer.
+        lost: the ref of the piece behind the last, if its rows could not be had.
     """
 
     pieces: tuple[Piece, ...] = ()
@@ -45,6 +55,57 @@ class Gathered:
     alone: bool = False
     short: str = ""
     error: ServiceError | None = None
+    lost: Any = None
+
+
+class HeldPieces:
+    """What a plan holds of a prefix on other nodes: rows that are in the object store for as long as this has the refs.
+
+    Attributes:
+        pieces: they follow each other; emptied at the plan's end.
+    """
+
+    def __init__(self, keys: ChunkKeys, pieces: tuple[Piece, ...]) -> None:
+        self._keys = keys
+        self.pieces = pieces
+
+    def extend(self, ask: Ask, found: Gathered) -> Gathered:
+        """Continue `found` with what is held of the same prefix in all layers that are asked for."""
+        for piece in self.pieces:
+            end = found.pieces[-1].end if found.pieces else 0
+            if piece.first <= end < piece.end and self._is_of(ask, piece):
+                wanted = _in_layers(piece, ask)
+                if found.pieces and found.pieces[-1].specs != wanted.specs:
+                    break
+                # Where more is there by now than when it was planned, the end of that makes way.
+                before = tuple(
+                    replace(other, num_tokens=min(other.end, piece.first) - other.first)
+                    for other in found.pieces
+                    if other.first < piece.first
+                )
+                whole = piece.end >= ask.keys.num_tokens
+                found = replace(found, pieces=(*before, wanted), ended_by="" if whole else "hidden_state", short="")
+        return found
+
+    def lose(self, ref: Any) -> None:
+        """What is behind that ref can't be had: neither can what follows it."""
+        kept = next((i for i, piece in enumerate(self.pieces) if piece.ref is ref), len(self.pieces))
+        self.pieces = self.pieces[:kept]
+
+    def _is_of(self, ask: Ask, piece: Piece) -> bool:
+        nbytes = min(-(-piece.end // ask.keys.chunk_size), len(ask.keys)) * KEY_BYTES
+        return self._keys.blob[:nbytes] == ask.keys.blob[:nbytes] and set(ask.layers) <= {
+            spec.layer_idx for spec in piece.specs
+        }
+
+
+def _in_layers(piece: Piece, ask: Ask) -> Piece:
+    """Of a piece, what a retrieve wants: its layers in its order, and no rows if they all lie before its start."""
+    both = {spec.layer_idx: (spec, run) for spec, run in zip(piece.specs, piece.runs, strict=True)}
+    specs, runs = zip(*(both[layer] for layer in ask.layers), strict=True)
+    if piece.end <= ask.start:
+        return replace(piece, specs=specs, runs=(), ref=None)
+    return replace(piece, specs=specs, runs=runs)
 
 
 class _NobodyToAskError(Exception):
@@ -101,7 +162,7 @@ class Gatherer:
                 first_token = share.first * ask.keys.chunk_size
                 sent_from = min(max(first_token, ask.start), first_token + reply.num_tokens)
                 runs = flat_runs(reply.specs, first_token + reply.num_tokens - sent_from, sent_from)
-                before = Piece(reply.specs, first_token, reply.num_tokens, runs, ref=rows_ref)
+                before = Piece(reply.specs, first_token, reply.num_tokens, runs, ref=rows_ref, node_id=node_id)
                 pieces.append(before)
             if ended_by:
                 break
@@ -134,12 +195,57 @@ class Gatherer:
             without.add(more.short)
         return found
 
+    def explain(self, ask: Ask, reasons: Sequence[str], here: str, budget: Budget) -> Steps[dict[int, tuple[str, str]]]:
+        """What other nodes say of the chunks that the node `here` hasn't got: by position, the reason and the node.
+
+        Trouble is reported.
+        """
+        explained: dict[int, tuple[str, str]] = {}
+        wanted = [position for position, reason in enumerate(reasons) if reason != OK]
+        asked = {here}
+        while wanted:
+            keys = b"".join(ask.keys[position] for position in wanted)
+            try:
+                controller = yield Find(None, budget.left_s)
+                nodes: Sequence[str] = yield Call(controller, "where", (keys, tuple(sorted(asked))), budget.left_s)
+            except ServiceError as error:
+                self._troubles.report(error, _CONTROLLER)
+                unknown = {position for position in wanted if reasons[position] == NEVER_STORED}
+                return explained | {position: (UNREACHABLE, "") for position in unknown - explained.keys()}
+            self._troubles.recovered(_CONTROLLER)
+            for node_id in sorted(set(nodes) - {""}):
+                positions = [position for position, node in zip(wanted, nodes, strict=True) if node == node_id]
+                said = yield from self._explained_by(node_id, ask, positions, budget)
+                explained |= {
+                    position: (reason, node_id)
+                    for position, reason in said.items()
+                    if reason not in (NEVER_STORED, EVICTED)
+                }
+            named = {position for position, node in zip(wanted, nodes, strict=True) if node}
+            wanted = [
+                position for position in wanted if position in named and explained.get(position, "")[0:1] != (OK,)
+            ]
+            asked |= set(nodes)
+        return explained
+
+    def _explained_by(self, node_id: str, ask: Ask, positions: Sequence[int], budget: Budget) -> Steps[dict[int, str]]:
+        keys = b"".join(ask.keys[position] for position in positions)
+        request = ExplainRequest(keys, len(positions) * ask.keys.chunk_size, ask.layers, budget.left_s)
+        try:
+            peer = yield Find(node_id, budget.left_s)
+            reply: ExplainReply = yield Call(peer, "explain", (request,), budget.left_s)
+        except ServiceError as error:
+            self._troubles.report(error, _node(node_id))
+            return dict.fromkeys(positions, UNREACHABLE)
+        self._troubles.recovered(_node(node_id))
+        return dict(zip(positions, reply.reasons, strict=True))
+
     def fetch(self, ask: Ask, found: Gathered, budget: Budget) -> Steps[Gathered]:
         """The rows that `ask` wants of what was found, up to the first that can't be had. Trouble is reported."""
         pieces, error = yield from self.fetch_pieces(found.pieces, max(budget.left_s, _LEAST_S))
         if error is not None:
             self._troubles.report(error, "rows of another node")
-            return replace(found, pieces=pieces, ended_by="unreachable")
+            return replace(found, pieces=pieces, ended_by="unreachable", lost=found.pieces[len(pieces)].ref)
         if any(piece.ref is not None for piece in found.pieces):
             self._troubles.recovered("rows of another node")
         return replace(found, pieces=pieces)

@@ -229,15 +229,38 @@ class TokenDatabase:
             InvalidInputError: ``token_ids`` is not what it should be; a span is not of the form above, starts before 0,
                 is empty or overlaps another; ``extra_keys`` has not one entry per chunk, or entries of other types.
         """
-        ids = normalise_token_ids(token_ids)
-        chunk_size = self.space.chunk_size
+        return self._keys(b"", normalise_token_ids(token_ids), mm_spans, extra_keys)
+
+    def extend_keys(self, keys: ChunkKeys, more_ids: TokenIds, *, mm_spans: Iterable[MMSpan] = ()) -> ChunkKeys:
+        """Compute the keys of a longer prefix, hashing only what is new.
+
+        Args:
+            keys: Of a shorter prefix of the same prompt, in this key space; all of its chunks are full.
+            more_ids: The tokens behind it.
+            mm_spans: As `chunk_keys` takes them, of the whole prompt.
+
+        Raises:
+            InvalidInputError: As `chunk_keys`, or ``keys`` end with a short chunk.
+        """
+        if keys.num_tokens % self.space.chunk_size or keys.chunk_size != self.space.chunk_size:
+            raise InvalidInputError(
+                f"keys: got {keys.num_tokens} tokens in chunks of {keys.chunk_size}, expected full chunks of "
+                f"{self.space.chunk_size}"
+            )
+        return self._keys(keys.blob, normalise_token_ids(more_ids), mm_spans, None)
+
+    def _keys(
+        self, known: bytes, ids: npt.NDArray[np.int64], mm_spans: Iterable[MMSpan], extra_keys: ExtraKeys | None
+    ) -> ChunkKeys:
+        chunk_size, n_known = self.space.chunk_size, len(known) // KEY_BYTES
         num_tokens = len(ids) if self.save_unfull_chunk else len(ids) - len(ids) % chunk_size
-        n_chunks = -(-num_tokens // chunk_size)
+        n_chunks = n_known + -(-num_tokens // chunk_size)
         extras = _span_extras(mm_spans, chunk_size, n_chunks)
         if extra_keys is not None:
             _add_extra_keys(extras, extra_keys, n_chunks)
         tokens = ids[:num_tokens].view(np.uint8).data
-        return ChunkKeys(_hash_chain(self.space, tokens, extras), num_tokens, chunk_size)
+        blob = known + _hash_chain(self.space, known, tokens, extras)
+        return ChunkKeys(blob, n_known * chunk_size + num_tokens, chunk_size)
 
 
 def normalise_token_ids(token_ids: TokenIds) -> npt.NDArray[np.int64]:
@@ -317,11 +340,11 @@ def _first_misfit(token_ids: Sequence[Any]) -> str:
     return f"a {type(token_ids).__name__} that changed while it was read"
 
 
-def _hash_chain(space: KeySpace, tokens: memoryview, extras: dict[int, bytearray]) -> bytes:
+def _hash_chain(space: KeySpace, known: bytes, tokens: memoryview, extras: dict[int, bytearray]) -> bytes:
     chunk_bytes = space.chunk_size * _TOKEN_BYTES
-    key = space.fingerprint
+    key = known[-KEY_BYTES:] or space.fingerprint
     keys = []
-    for chunk, start in enumerate(range(0, len(tokens), chunk_bytes)):
+    for chunk, start in enumerate(range(0, len(tokens), chunk_bytes), len(known) // KEY_BYTES):
         end = min(start + chunk_bytes, len(tokens))
         digest = hashlib.sha256(key + _u64(end - start))
         for step in range(start, end, _HASH_STEP_BYTES):

@@ -1,8 +1,9 @@
 """The client's end of leases: who this process is, and how ended leases find their way back to the node.
 
-A lease over pool memory lives exactly as long as the mappings made for it. Python may collect a mapping at any moment,
-also inside this package's own locks, so its finalizer only puts the lease on a `queue.SimpleQueue`, which is made for
-that; a thread, and every request to the node, carry what is in there to the node.
+A lease over pool memory lives exactly as long as the mappings made for it, and the copies to a device that read it.
+Python may collect a mapping at any moment, also inside this package's own locks, so its finalizer only puts the lease
+on a `queue.SimpleQueue`, which is made for that; a thread, and every request to the node, carry what is in there to the
+node. The same thread looks after copies.
 """
 
 import itertools
@@ -15,9 +16,11 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
+from hs_cache.devices import Fence
 from hs_cache.errors import ServiceError
 from hs_cache.machine import own_start_time, process_alive
 from hs_cache.messages import PoolAddress
@@ -26,6 +29,10 @@ logger = logging.getLogger(__name__)
 
 _FLUSH_PERIOD_S = 0.05
 _OWNER_PERIOD_S = 1.0
+_COPY_PERIOD_S = 0.002
+
+Lease: TypeAlias = tuple[bytes, int]
+"""The incarnation of a pool, and the id of a hold on it."""
 
 Sender = Callable[[Sequence[int]], None]
 """Hands ended ids to a node without waiting; `ServiceError` when that can't be done now."""
@@ -37,6 +44,15 @@ class Attached(Protocol):
     def drop(self, incarnation: bytes) -> None:
         """The owner of that pool is gone: let go of it."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Copying:
+    """Copies that read leased memory, and what must stay for as long as they do."""
+
+    lease: Lease
+    fence: Fence
+    keep: Any
 
 
 class ClientProcess:
@@ -59,9 +75,10 @@ class Releaser:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._ends: SimpleQueue[tuple[bytes, int]] = SimpleQueue()
+        self._ends: SimpleQueue[Lease | _Copying] = SimpleQueue()
         self._lock = threading.Lock()
-        self._parts: dict[tuple[bytes, int], int] = {}  # mappings alive per lease
+        self._parts: dict[Lease, int] = {}  # per lease: mappings alive, and copies under way
+        self._copying: list[_Copying] = []
         self._ended: dict[bytes, list[int]] = {}
         self._senders: dict[bytes, Sender] = {}
         self._owners: dict[bytes, tuple[PoolAddress, weakref.WeakSet[Attached]]] = {}
@@ -81,10 +98,11 @@ class Releaser:
                 self._thread = threading.Thread(target=self._run, name="hs_cache-releaser", daemon=True)
                 self._thread.start()
 
-    def watch(self, incarnation: bytes, hold_id: int, mappings: Sequence[mmap.mmap]) -> None:
-        """End the lease when the last of its mappings is collected; not at exit, and not in a forked child."""
+    def watch(self, incarnation: bytes, hold_id: int, mappings: Sequence[mmap.mmap], more: int = 0) -> None:
+        """End the lease when the last of its mappings is collected, and was ended `more` times besides; not at exit,
+        and not in a forked child."""
         with self._lock:
-            self._parts[incarnation, hold_id] = len(mappings)
+            self._parts[incarnation, hold_id] = len(mappings) + more
         for mapping in mappings:
             finalizer = weakref.finalize(mapping, _collect, self._pid, self._ends, (incarnation, hold_id))
             finalizer.atexit = False
@@ -93,6 +111,10 @@ class Releaser:
         """End ids over which no mapping stands. Takes no lock: an operation may be collected inside of one of ours."""
         for hold_id in ids:
             self._ends.put((incarnation, hold_id))
+
+    def end_after(self, fence: Fence, incarnation: bytes, hold_id: int, keep: Any) -> None:
+        """`end` a lease once the copies behind `fence` have ended; keeps `keep` until then. Takes no lock, either."""
+        self._ends.put(_Copying((incarnation, hold_id), fence, keep))
 
     def take(self, incarnation: bytes) -> tuple[int, ...]:
         """What has ended so far, for a request that carries it along; `end` it again if the request fails."""
@@ -119,8 +141,14 @@ class Releaser:
         with suppress(Empty):
             while True:
                 self._note(self._ends.get_nowait())
+        copying, self._copying = self._copying, []
+        for copy in copying:
+            self._note(copy.lease if copy.fence.ended() else copy)
 
-    def _note(self, lease: tuple[bytes, int]) -> None:
+    def _note(self, lease: Lease | _Copying) -> None:
+        if isinstance(lease, _Copying):
+            self._copying.append(lease)
+            return
         parts = self._parts.pop(lease, 1) - 1
         if parts:
             self._parts[lease] = parts
@@ -130,11 +158,15 @@ class Releaser:
     def _run(self) -> None:
         look_at = time.monotonic() + _OWNER_PERIOD_S
         while True:
+            period_s = _COPY_PERIOD_S if self._copying else _OWNER_PERIOD_S
             with suppress(Empty):
-                lease = self._ends.get(timeout=max(look_at - time.monotonic(), 0.0))
+                lease = self._ends.get(timeout=min(max(look_at - time.monotonic(), 0.0), period_s))
                 with self._lock:
                     self._note(lease)
+                del lease  # or what it keeps would stay until the next one comes
                 time.sleep(_FLUSH_PERIOD_S)  # what ends at about the same time goes in one call
+                self.flush()
+            if self._copying:
                 self.flush()
             if time.monotonic() >= look_at:
                 self._look_after_owners()
@@ -159,12 +191,13 @@ class Releaser:
                 client.drop(incarnation)
 
 
-def _collect(pid: int, ends: "SimpleQueue[tuple[bytes, int]]", lease: tuple[bytes, int]) -> None:
+def _collect(pid: int, ends: "SimpleQueue[Lease | _Copying]", lease: Lease) -> None:
     if os.getpid() == pid:
         ends.put(lease)
 
 
 _this_process: ClientProcess | None = None
+_inherited: list[ClientProcess | None] = []
 _this_process_lock = threading.Lock()
 
 
@@ -179,6 +212,7 @@ def this_process() -> ClientProcess:
 
 def _forget_parent() -> None:
     global _this_process, _this_process_lock
+    _inherited.append(_this_process)  # it may hold events of a CUDA context, which a child must not even destroy
     _this_process, _this_process_lock = None, threading.Lock()
 
 

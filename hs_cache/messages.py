@@ -26,6 +26,11 @@ DTYPE_BYTES = {
 """Bytes per element of every storable dtype, by PyTorch's name (known here without importing torch)."""
 
 
+OK, NEVER_STORED, EVICTED, LAYER_MISSING = "ok", "never_stored", "evicted", "layer_missing"
+KV_ABSENT, KV_UNKNOWN, UNREACHABLE = "kv_absent", "kv_unknown", "unreachable"
+"""Whether a chunk can be had, and why not."""
+
+
 def split_keys(blob: bytes) -> list[bytes]:
     """The 16-byte chunk keys of a blob, head first; `InvalidInputError` for anything else."""
     if not isinstance(blob, bytes) or len(blob) % KEY_BYTES:
@@ -170,6 +175,56 @@ class LeaseReply:
     runs: tuple[Run, ...]
     must_copy: bool
     ended_by: str
+    alone: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """How far `keys` can be had, in all of `layers` and in each. With `hold`, until `hold_id` is released."""
+
+    incarnation: bytes
+    client_id: bytes
+    hold_id: int
+    keys: bytes
+    num_tokens: int
+    layers: tuple[int, ...]
+    timeout_s: float
+    hold: bool
+    releases: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReply:
+    """`num_tokens` of the prefix have KV and every layer; `held` if that was asked for, and not too much is already.
+
+    `kv_tokens` have KV, `layer_tokens` each of the layers asked for, in their order. `alone` and `ended_by` are as in
+    `LeaseReply`.
+    """
+
+    num_tokens: int
+    kv_tokens: int
+    layer_tokens: tuple[int, ...]
+    specs: tuple[LayerSpec, ...]
+    ended_by: str
+    alone: bool
+    held: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainRequest:
+    """Why each chunk of `keys` can be had with all of `layers`, or not."""
+
+    keys: bytes
+    num_tokens: int
+    layers: tuple[int, ...]
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainReply:
+    """One of the reasons above per chunk; `alone` as in `LeaseReply`."""
+
+    reasons: tuple[str, ...]
     alone: bool
 
 

@@ -4,44 +4,54 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from hs_cache.errors import InvalidInputError
-from hs_cache.keys import KEY_BYTES, ChunkKeys, MMSpan, TokenDatabase, normalise_token_ids
+from hs_cache.keys import KEY_BYTES, ChunkKeys, MMSpan, normalise_token_ids
 from hs_cache.messages import LayerSpec
 from hs_cache.rows import check_rows, spec_of
 
+Tokens: TypeAlias = npt.NDArray[np.int64]
+"""Token ids ``[n]``, as `hs_cache.keys.normalise_token_ids` gives them."""
+
 
 @dataclass(frozen=True, slots=True)
-class StorePlan:
-    """A store that passed every check: which chunks of `keys` it fills, and with what.
+class Step:
+    """Rows that passed every check, and what they belong to.
 
-    `rows[layer_idx]` starts at token ``first_chunk * chunk_size``. `filtered` is the number of chunks of a store none
-    of whose layers the configuration accepts; such a plan has no rows.
+    `tokens` is the whole prefix; ``rows[layer_idx]`` starts at token `first`, and may end before the last one.
+    `mm_spans` are those of the whole prompt, as far as they are known.
     """
 
-    keys: ChunkKeys
-    first_chunk: int
-    specs: tuple[LayerSpec, ...]
-    rows: dict[int, torch.Tensor]
-    filtered: int
+    tokens: Tokens
+    first: int
+    rows: Mapping[int, torch.Tensor]
+    mm_spans: tuple[MMSpan, ...] = ()
 
     @property
-    def num_chunks(self) -> int:
-        """Chunks that this store can fill."""
-        return max(0, len(self.keys) - self.first_chunk)
+    def specs(self) -> tuple[LayerSpec, ...]:
+        """Of the layers, in order."""
+        return tuple(spec_of(layer, given) for layer, given in self.rows.items())
 
-    @property
-    def first_token(self) -> int:
-        """The token to which row 0 belongs."""
-        return self.first_chunk * self.keys.chunk_size
+    def edges(self, size: int) -> list[int]:
+        """Positions of the chunks of `size` tokens of which the step has only a part, in order."""
+        return sorted({end // size for end in (self.first, len(self.tokens)) if end % size})
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all rows."""
-        return sum(spec.row_bytes for spec in self.specs) * (self.keys.num_tokens - self.first_token)
+    def of_chunk(self, position: int, size: int) -> tuple[Tokens, frozenset[MMSpan]]:
+        """The tokens of one chunk, as far as they are known, and the spans that overlap it."""
+        first, end = position * size, (position + 1) * size
+        spans = ((start, length, content) for start, length, content in self.mm_spans)
+        return self.tokens[first:end], frozenset(span for span in spans if span[0] < end and span[0] + span[1] > first)
+
+    def rows_of(self, position: int, size: int) -> tuple[int, dict[int, torch.Tensor]]:
+        """The step's rows of one chunk, and where in the chunk they start."""
+        first = max(position * size, self.first)
+        begin, end = first - self.first, (position + 1) * size - self.first
+        return first - position * size, {layer: given[begin:end] for layer, given in self.rows.items()}
 
 
 def check_index(name: str, value: Any) -> int:
@@ -92,15 +102,8 @@ def check_keys(name: str, keys: Any) -> bytes:
     return keys
 
 
-def plan_store(
-    database: TokenDatabase,
-    accepted_layers: tuple[int, ...] | None,
-    token_ids: Any,
-    layers: Mapping[int, Any],
-    token_offset: Any,
-    mm_spans: Sequence[MMSpan] = (),
-) -> StorePlan:
-    """Check a store completely, and cut its rows to the chunks it can fill.
+def check_store(token_ids: Any, layers: Mapping[int, Any], token_offset: Any, mm_spans: Sequence[MMSpan] = ()) -> Step:
+    """Check a store completely, but for what `hs_cache.keys.TokenDatabase.chunk_keys` checks.
 
     Raises:
         InvalidInputError: anything is wrong with any argument; see `hs_cache.HiddenStateCache.store`.
@@ -112,21 +115,25 @@ def plan_store(
     if not isinstance(layers, Mapping) or not layers:
         got = "an empty mapping" if isinstance(layers, Mapping) else type(layers).__name__
         raise InvalidInputError(f"layers: got {got}, expected {{layer_idx: rows}}")
+    return Step(tokens, offset, check_layer_rows(layers, len(tokens) - offset), check_spans(mm_spans))
+
+
+def check_layer_rows(layers: Mapping[int, Any], num_rows: int, *, at_most: bool = False) -> dict[int, torch.Tensor]:
+    """Rows of some layers, `num_rows` each; with `at_most` they may be fewer.
+
+    Raises:
+        InvalidInputError: any of them is not what it should be.
+    """
     checked = {
-        check_index("layer_idx", layer): check_rows(f"hidden_states of layer {layer}", rows, len(tokens) - offset)
+        check_index("layer_idx", layer): check_rows(f"hidden_states of layer {layer}", rows, num_rows, at_most=at_most)
         for layer, rows in layers.items()
     }
     if len(checked) < len(layers):
         raise InvalidInputError(f"layers: got the same layer_idx twice in {list(layers)!r:.60}, expected each once")
-    keys = database.chunk_keys(tokens, mm_spans=mm_spans)
-    first_chunk = -(-offset // keys.chunk_size)
-    skip = first_chunk * keys.chunk_size - offset
-    end = max(skip, keys.num_tokens - offset)
-    rows = {
-        layer: given[skip:end]
-        for layer, given in checked.items()
-        if accepted_layers is None or layer in accepted_layers
-    }
-    specs = tuple(spec_of(layer, given) for layer, given in rows.items())
-    filtered = 0 if rows else max(0, len(keys) - first_chunk)
-    return StorePlan(keys, first_chunk, specs, rows, filtered)
+    return checked
+
+
+def check_spans(mm_spans: Any) -> tuple[MMSpan, ...]:
+    """The spans as hashable tuples; what is none is left for `hs_cache.keys.TokenDatabase.chunk_keys` to refuse."""
+    spans = tuple(mm_spans) if isinstance(mm_spans, Iterable) else (mm_spans,)
+    return tuple(tuple(span) if isinstance(span, list) else span for span in spans)

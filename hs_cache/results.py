@@ -1,7 +1,9 @@
 """What callers get back: small immutable values."""
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import TracebackType
 
 import torch
 
@@ -26,6 +28,11 @@ class StoreResult:
     filtered: int = 0
     failed: int = 0
     prefix_tokens: int = 0
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of which became something."""
+        return self.stored + self.present + self.filtered + self.failed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,6 +79,91 @@ class PrefixHit:
         return len(self.layers)
 
 
+class Coverage:
+    """How far a prefix can be had, and at what cost; falsy where nothing can.
+
+    With ``hold=True``, the result of `HiddenStateCache.plan` is also a lease: until `release`, the end of its ``with``
+    block, or its own end, what it promises is not evicted, and any `retrieve` of this client finds it.
+
+    Attributes:
+        num_tokens: rows of the prefix, from token 0 on, that are usable in every layer asked for: a scheduler caps its
+            KV hit with this.
+        kv_tokens: how far the KV side of this client's node has the prefix; at least `num_tokens`.
+        layer_tokens: layer_idx → how far that layer reaches by itself on this client's node, KV aside; at least
+            `num_tokens`.
+        nbytes: of the rows of `num_tokens` in all layers, as they are stored.
+        nodes: hex ids of the nodes that have them, in the order of the prefix.
+        ended_by: what ended the prefix, as in `PrefixHit`.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_tokens: int = 0,
+        kv_tokens: int = 0,
+        layer_tokens: Mapping[int, int],
+        nbytes: int = 0,
+        nodes: tuple[str, ...] = (),
+        ended_by: str = "",
+        release: Callable[[], None] | None = None,
+    ) -> None:
+        self.num_tokens = num_tokens
+        self.kv_tokens = kv_tokens
+        self.layer_tokens = dict(layer_tokens)
+        self.nbytes = nbytes
+        self.nodes = nodes
+        self.ended_by = ended_by
+        self._finalizer = weakref.finalize(self, release) if release is not None else None
+        if self._finalizer is not None:
+            self._finalizer.atexit = False
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is a lease, and was not released. Where more than ``max_leased_fraction`` of the pool would be
+        held, it never was one."""
+        return self._finalizer is not None and self._finalizer.alive
+
+    def release(self) -> None:
+        """Let go of what is held; idempotent, and without effect where nothing is."""
+        if self._finalizer is not None:
+            self._finalizer()
+
+    def __enter__(self) -> "Coverage":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def __bool__(self) -> bool:
+        return self.num_tokens > 0
+
+    def __repr__(self) -> str:
+        return (
+            f"Coverage(num_tokens={self.num_tokens}, kv_tokens={self.kv_tokens}, layer_tokens={self.layer_tokens}, "
+            f"nbytes={self.nbytes}, nodes={self.nodes}, ended_by={self.ended_by!r}, holds={self.holds})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkReport:
+    """Whether one chunk of a prefix can be had with every layer asked for, and why not.
+
+    Attributes:
+        first_token, num_tokens: the chunk's place in the prefix.
+        reason: ``"ok"``; ``"never_stored"`` (or so long ago that nobody remembers); ``"evicted"``, to make room or by
+            `HiddenStateCache.drop_key`; ``"layer_missing"``; ``"kv_absent"``, ``"kv_unknown"``: the rows may be there,
+            but the KV is gone, or nobody vouches for it; ``"unreachable"``: nobody who should know answers.
+        node_id: hex id of the node that says so; ``""`` where none does.
+    """
+
+    first_token: int
+    num_tokens: int
+    reason: str
+    node_id: str
+
+
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:
     """One client's counters, and those of the node it talks to (None while that can't be reached).
@@ -82,6 +174,8 @@ class CacheStatistics:
         zero_copy_total, copied_total: layers handed out as views, of the pool or of what came from another node, and as
             copies.
         stored_chunks_total, failed_chunks_total: as `StoreResult` counts them.
+        held_bytes: rows of chunks that are not complete yet, held in this client.
+        held_dropped_total: chunks that lost theirs, since there were too many.
         timeouts_total, unreachable_total: calls that missed their deadline, and calls that failed otherwise.
         node: the node's own statistics.
     """
@@ -94,6 +188,8 @@ class CacheStatistics:
     copied_total: int
     stored_chunks_total: int
     failed_chunks_total: int
+    held_bytes: int
+    held_dropped_total: int
     timeouts_total: int
     unreachable_total: int
     node: NodeStatistics | None

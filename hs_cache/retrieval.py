@@ -6,6 +6,7 @@ import mmap
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
@@ -13,12 +14,22 @@ from typing import Any
 import numpy as np
 import torch
 
+from hs_cache.devices import NO_DEVICES, Flight, Moment, check_device
 from hs_cache.errors import InvalidInputError
 from hs_cache.keys import ChunkKeys
 from hs_cache.messages import LayerSpec, LeaseReply, Run
 from hs_cache.planning import check_index, check_layers
 from hs_cache.results import PrefixHit
-from hs_cache.rows import Flat, check_dense, check_dtype, copy_out, empty_rows, torch_dtype, view_rows
+from hs_cache.rows import (
+    Flat,
+    begin_copy_out,
+    check_dense,
+    check_dtype,
+    copy_out,
+    empty_rows,
+    torch_dtype,
+    view_rows,
+)
 from hs_cache.shared_pool import PoolMapping
 
 logger = logging.getLogger(__name__)
@@ -29,14 +40,19 @@ _MAX_ARRIVED_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Ask:
-    """A checked retrieve: rows ``start .. stop`` of `layers`, where `keys` covers all tokens before `stop`."""
+    """A checked retrieve: rows ``start .. stop`` of `layers`, where `keys` covers all tokens before `stop`.
+
+    `device` is None for the CPU; `moment` is when it was asked, on the devices where rows go.
+    """
 
     keys: ChunkKeys
     layers: tuple[int, ...]
     start: int
     stop: int
     dtype: torch.dtype | None = None
+    device: torch.device | None = None
     out: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    moment: Moment = NO_DEVICES
 
 
 @dataclass(frozen=True)
@@ -44,6 +60,11 @@ class Piece:
     """Rows ``first .. first + num_tokens`` of all layers: in `memory` at `runs`, or still behind `ref`.
 
     Behind a ref there are only the rows that were asked for: one run per layer.
+
+    Attributes:
+        pool: the mapping whose memory it is, and which is leased; None for memory of any other kind.
+        node_id: the node that has the rows.
+        shared: whether others may get the same object by its ref, and so must not see a write into it.
     """
 
     specs: tuple[LayerSpec, ...]
@@ -52,11 +73,19 @@ class Piece:
     runs: tuple[Run, ...]
     memory: Any = None
     ref: Any = None
+    pool: PoolMapping | None = None
+    node_id: str = ""
+    shared: bool = False
 
     @property
     def end(self) -> int:
         """The token behind the last row."""
         return self.first + self.num_tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return sum(spec.row_bytes for spec in self.specs) * self.num_tokens
 
     @property
     def nbytes_sent(self) -> int:
@@ -67,7 +96,14 @@ class Piece:
 
 
 def check_ask(
-    keys: ChunkKeys, num_tokens: int, layers: Any, start: Any, stop: Any, dtype: Any = None, out: Any = None
+    keys: ChunkKeys,
+    num_tokens: int,
+    layers: Any,
+    start: Any,
+    stop: Any,
+    dtype: Any = None,
+    device: Any = None,
+    out: Any = None,
 ) -> Ask:
     """Check the arguments of a retrieve of a prefix of `num_tokens`, whose chunks have `keys`.
 
@@ -83,10 +119,18 @@ def check_ask(
         )
     if dtype is not None:
         check_dtype("dtype", dtype)
+    place = check_device(device)
     buffers = {} if out is None else _check_out(out, wanted, last - first, dtype)
+    said = place or torch.device("cpu")
+    for layer, buffer in buffers.items():
+        if device is not None and buffer.device != said:
+            raise InvalidInputError(
+                f"out: got a buffer on {buffer.device} for layer {layer}, expected one on {said} as device says"
+            )
+    moment = Moment([*([] if place is None else [place]), *(buffer.device for buffer in buffers.values())])
     chunks = min(len(keys), -(-last // keys.chunk_size))
     keys = ChunkKeys(b"".join(itertools.islice(keys, chunks)), keys.tokens_before(chunks), keys.chunk_size)
-    return Ask(keys, wanted, first, min(last, keys.num_tokens), dtype, buffers)
+    return Ask(keys, wanted, first, min(last, keys.num_tokens), dtype, place, buffers, moment)
 
 
 class Copies:
@@ -97,9 +141,14 @@ class Copies:
         specs: of the layers, as they are stored.
         end: the token behind the last row that was found.
         without: layers that need no copy.
+
+    Attributes:
+        targets: by layer, where the rows go; on a device they are there for what its stream is given next.
+        flight: copies to a device that `run` has begun, and that still read the pool.
     """
 
     def __init__(self, ask: Ask, specs: Sequence[LayerSpec], end: int, without: Mapping[int, Any]) -> None:
+        self._moment, self.flight = ask.moment, Flight()
         self._start, self._end = ask.start, min(end, ask.stop)
         self._specs = [spec for spec in specs if spec.layer_idx not in without and self._end > ask.start]
         self.targets = {spec.layer_idx: self._target(spec, ask) for spec in self._specs}
@@ -108,7 +157,10 @@ class Copies:
         count = self._end - self._start
         given = ask.out.get(spec.layer_idx)
         if given is None:
-            return empty_rows(count, spec.hidden_dim, ask.dtype or torch_dtype(spec.dtype))
+            dtype = ask.dtype or torch_dtype(spec.dtype)
+            if ask.device is None:
+                return empty_rows(count, spec.hidden_dim, dtype)
+            return ask.moment.empty(count, spec.hidden_dim, dtype, ask.device)
         if given.shape[1] != spec.hidden_dim:
             raise InvalidInputError(
                 f"out: got hidden_dim {given.shape[1]} for layer {spec.layer_idx}, expected {spec.hidden_dim} as stored"
@@ -116,10 +168,30 @@ class Copies:
         return given[:count]
 
     def run(self, pieces: Sequence[Piece]) -> None:
-        """Copy; blocks until the last row is there."""
+        """Copy; blocks until the last row is there, but for copies from a pool to a device: those are begun."""
+        for piece in pieces:
+            if piece.pool is not None and self._moment.pins:
+                piece.pool.pin_once()
         for spec in self._specs:
             for piece in pieces:
-                copy_out(piece.memory, piece.runs, spec, self.targets[spec.layer_idx], self._start, self._end)
+                self._copy(piece, spec, self.targets[spec.layer_idx])
+
+    def _copy(self, piece: Piece, spec: LayerSpec, target: torch.Tensor) -> None:
+        if piece.pool is not None and target.device in self._moment:
+            begin_copy_out(
+                piece.memory,
+                piece.runs,
+                spec,
+                target,
+                self._start,
+                self._end,
+                moment=self._moment,
+                flight=self.flight,
+                cut=piece.pool.copy_pieces,
+            )
+        else:
+            with self._moment.writing() if target.device in self._moment else nullcontext():
+                copy_out(piece.memory, piece.runs, spec, target, self._start, self._end)
 
 
 def map_rows(mapping: PoolMapping, reply: LeaseReply, ask: Ask) -> dict[int, tuple[mmap.mmap, torch.Tensor]]:
@@ -129,7 +201,7 @@ def map_rows(mapping: PoolMapping, reply: LeaseReply, ask: Ask) -> dict[int, tup
     for spec in reply.specs:
         runs = [run for run in reply.runs if run.layer_idx == spec.layer_idx]
         whole = next((r for r in runs if r.start_token <= ask.start < end <= r.start_token + r.num_tokens), None)
-        as_stored = spec.layer_idx not in ask.out and ask.dtype in (None, torch_dtype(spec.dtype))
+        as_stored = _as_stored(spec, ask)
         if whole is None or not as_stored:
             continue
         offset = whole.offset + (ask.start - whole.start_token) * spec.row_bytes
@@ -142,17 +214,24 @@ def map_rows(mapping: PoolMapping, reply: LeaseReply, ask: Ask) -> dict[int, tup
     return mapped
 
 
+def _as_stored(spec: LayerSpec, ask: Ask) -> bool:
+    """Whether a layer is wanted on the CPU, in no buffer, in the dtype in which it is stored."""
+    return spec.layer_idx not in ask.out and ask.device is None and ask.dtype in (None, torch_dtype(spec.dtype))
+
+
 def view_arrived(piece: Piece, ask: Ask) -> dict[int, torch.Tensor]:
     """Layers of an arrived piece that can be handed out without a copy: wanted as they are stored, if there is room.
 
-    Only for an object whose ref nobody else has: a write into its rows can't show anywhere then. It occupies the object
+    Only of an object whose ref nobody else has: a write into its rows can't show anywhere then. It occupies the object
     store until the last of them is gone, so a process keeps `_MAX_ARRIVED_BYTES` of them at most.
     """
+    if piece.shared or piece.memory is None:
+        return {}
     end = min(piece.end, ask.stop)
     rows: dict[int, torch.Tensor] = {}
     for spec in piece.specs:
         run = next(run for run in piece.runs if run.layer_idx == spec.layer_idx)
-        as_stored = spec.layer_idx not in ask.out and ask.dtype in (None, torch_dtype(spec.dtype))
+        as_stored = _as_stored(spec, ask)
         if as_stored and run.start_token <= ask.start < end:
             offset = run.offset + (ask.start - run.start_token) * spec.row_bytes
             rows[spec.layer_idx] = view_rows(piece.memory, offset, end - ask.start, spec)

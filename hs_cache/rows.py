@@ -6,13 +6,14 @@ Rows of a layer are ``[tokens, hidden_dim]``, row-major, in the dtype they were 
 import ctypes
 import mmap
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from hs_cache.devices import NO_DEVICES, Cut, Flight, Moment, Transfer
 from hs_cache.errors import InvalidInputError
 from hs_cache.messages import DTYPE_BYTES, LayerSpec, Run
 
@@ -22,6 +23,7 @@ Flat: TypeAlias = npt.NDArray[np.uint8]
 _NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in DTYPE_BYTES if hasattr(torch, name)}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _ROW_AXES = 2
+_ROWS_EXPECTED = "(number of token_ids less token_offset)"
 _HUGE_BYTES = 4 << 20
 _MADVISE: Callable[[int, int, int], int] | None = None
 if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -44,8 +46,9 @@ def check_dtype(name: str, dtype: object) -> torch.dtype:
     return dtype
 
 
-def check_rows(name: str, rows: Any, num_rows: int) -> torch.Tensor:
-    """Rows as a detached tensor of the given number of rows; `InvalidInputError` names what came and what was expected.
+def check_rows(name: str, rows: Any, num_rows: int, *, at_most: bool = False) -> torch.Tensor:
+    """Rows as a detached tensor of `num_rows` rows, or `at_most` so many; `InvalidInputError` names what came and what
+    was expected.
 
     Takes tensors on any device and of any stride, and NumPy arrays; copied is only what PyTorch has no view for. What
     comes back is not to be written to.
@@ -63,10 +66,9 @@ def check_rows(name: str, rows: Any, num_rows: int) -> torch.Tensor:
     if len(shape) != _ROW_AXES:
         raise InvalidInputError(f"{name}: got shape {shape}, expected 2 dimensions [{num_rows}, hidden_dim]")
     check_dtype(f"{name}.dtype", rows.dtype)
-    if shape[0] != num_rows:
-        raise InvalidInputError(
-            f"{name}: got {shape[0]} rows, expected {num_rows} (number of token_ids less token_offset)"
-        )
+    if shape[0] > num_rows or (shape[0] < num_rows and not at_most):
+        expected = f"at most {num_rows} (number of new tokens)" if at_most else f"{num_rows} {_ROWS_EXPECTED}"
+        raise InvalidInputError(f"{name}: got {shape[0]} rows, expected {expected}")
     if shape[1] < 1:
         raise InvalidInputError(f"{name}: got hidden_dim {shape[1]}, expected at least 1")
     return rows.detach().resolve_neg()
@@ -117,13 +119,49 @@ def empty_rows(num_tokens: int, hidden_dim: int, dtype: torch.dtype) -> torch.Te
 
 
 def copy_in(
-    memory: Any, runs: Iterable[Run], specs: Iterable[LayerSpec], rows: dict[int, torch.Tensor], first: int
+    memory: Any,
+    runs: Iterable[Run],
+    specs: Iterable[LayerSpec],
+    rows: dict[int, torch.Tensor],
+    first: int,
+    moment: Moment = NO_DEVICES,
+    cut: Cut | None = None,
 ) -> None:
-    """Copy rows into the pool. `rows[layer_idx]` starts at token `first`. Blocks until the last byte is written."""
+    """Copy those rows into the pool for which there is room in `runs`; ``rows[layer_idx]`` starts at token `first`.
+
+    Blocks until the last byte is written; whatever it raises, nothing is written any more then.
+
+    Args:
+        moment: rows on its devices are copied as they are behind it.
+        cut: where copies from a device must not go on.
+    """
     by_layer = {spec.layer_idx: spec for spec in specs}
+    plain: list[tuple[torch.Tensor, torch.Tensor]] = []
+    transfers: list[Transfer] = []
     for run in runs:
-        source = rows[run.layer_idx][run.start_token - first : run.start_token - first + run.num_tokens]
-        view_rows(memory, run.offset, run.num_tokens, by_layer[run.layer_idx]).copy_(source)
+        source, spec = rows[run.layer_idx], by_layer[run.layer_idx]
+        begin, end = max(run.start_token, first), min(run.start_token + run.num_tokens, first + len(source))
+        if begin < end:
+            offset = run.offset + (begin - run.start_token) * spec.row_bytes
+            part = source[begin - first : end - first]
+            if part.device in moment:
+                transfers.append(_transfer(part, memory, offset, spec, cut))
+            else:
+                plain.append((view_rows(memory, offset, end - begin, spec), part))
+    flight = Flight()
+    try:
+        moment.copy_in(transfers, flight)
+        for target, part in plain:
+            target.copy_(part)
+    finally:
+        flight.wait()
+
+
+def _transfer(rows: torch.Tensor, memory: Any, offset: int, spec: LayerSpec, cut: Cut | None) -> Transfer:
+    nbytes = len(rows) * spec.row_bytes
+    pieces = ((offset, nbytes),) if cut is None else cut(offset, nbytes)
+    host = tuple(torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start) for start, size in pieces)
+    return Transfer(rows, torch_dtype(spec.dtype), host)
 
 
 def copy_flat_in(memory: Any, runs: Iterable[Run], specs: tuple[LayerSpec, ...], flat: Flat, first: int) -> None:
@@ -144,17 +182,45 @@ def copy_flat_in(memory: Any, runs: Iterable[Run], specs: tuple[LayerSpec, ...],
 def copy_out(memory: Any, runs: Iterable[Run], spec: LayerSpec, out: torch.Tensor, start: int, stop: int) -> None:
     """Copy rows ``start .. stop`` of one layer into `out` ``[stop - start, hidden_dim]``, converting to its dtype.
 
-    Blocks until the last row is there; no temporary of the size of the rows is made.
+    Blocks until the last row is there; no temporary of the size of the rows is made on the CPU.
     """
     # A caller's inference tensor takes a write only in this mode, which a thread of the asyncio client doesn't inherit.
     with torch.inference_mode():
-        for run in runs:
-            if run.layer_idx != spec.layer_idx:
-                continue
-            begin, end = max(start, run.start_token), min(stop, run.start_token + run.num_tokens)
-            if begin < end:
-                offset = run.offset + (begin - run.start_token) * spec.row_bytes
-                out[begin - start : end - start].copy_(view_rows(memory, offset, end - begin, spec))
+        for offset, part in _parts(runs, spec, out, start, stop):
+            part.copy_(view_rows(memory, offset, len(part), spec))
+
+
+def begin_copy_out(
+    memory: Any,
+    runs: Iterable[Run],
+    spec: LayerSpec,
+    out: torch.Tensor,
+    start: int,
+    stop: int,
+    *,
+    moment: Moment,
+    flight: Flight,
+    cut: Cut | None = None,
+) -> None:
+    """As `copy_out`, into `out` on a device of `moment`, and without blocking: the copies count in `flight`.
+
+    Until that has ended, `memory` must stay as it is.
+    """
+    with torch.inference_mode():
+        parts = _parts(runs, spec, out, start, stop)
+        moment.copy_out([_transfer(part, memory, offset, spec, cut) for offset, part in parts], flight)
+
+
+def _parts(
+    runs: Iterable[Run], spec: LayerSpec, out: torch.Tensor, start: int, stop: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Where in the pool parts of `out` lie, in bytes, and these parts."""
+    for run in runs:
+        if run.layer_idx != spec.layer_idx:
+            continue
+        begin, end = max(start, run.start_token), min(stop, run.start_token + run.num_tokens)
+        if begin < end:
+            yield run.offset + (begin - run.start_token) * spec.row_bytes, out[begin - start : end - start]
 
 
 def flatten(rows: Iterable[torch.Tensor]) -> Flat:

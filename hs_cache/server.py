@@ -12,24 +12,32 @@ import torch
 from hs_cache.config import CacheConfig
 from hs_cache.errors import ConfigMismatchError, InvalidInputError, StaleIncarnationError
 from hs_cache.keys import KEY_BYTES, ChunkKey, ChunkKeys, KeySpace, MMSpan, TokenDatabase
-from hs_cache.kv_presence import KVPresence
+from hs_cache.kv_presence import KVPresence, Presence
 from hs_cache.kv_side import KVSide
 from hs_cache.machine import process_alive, process_start_time
 from hs_cache.messages import (
     DTYPE_BYTES,
+    KV_ABSENT,
+    KV_UNKNOWN,
+    OK,
     PROTOCOL_VERSION,
     AttachReply,
     ClientInfo,
     CommitReply,
+    ExplainReply,
+    ExplainRequest,
     LeaseReply,
     LeaseRequest,
     NodeStatistics,
+    PlanReply,
+    PlanRequest,
     ReserveReply,
     ReserveRequest,
 )
-from hs_cache.planning import check_index, check_key, plan_store
-from hs_cache.rows import Flat, copy_flat_in, copy_in, copy_out, empty_rows, flatten_runs
+from hs_cache.planning import check_index, check_key, check_store
+from hs_cache.rows import Flat, copy_flat_in, copy_out, empty_rows, flatten_runs
 from hs_cache.shared_pool import SharedPool
+from hs_cache.stitching import HeldRows, Stitcher, StorePlan
 from hs_cache.store import HiddenStateStore, HoldId
 
 logger = logging.getLogger(__name__)
@@ -60,6 +68,7 @@ class CacheServer:
         self._store = HiddenStateStore(
             pool.data_bytes, chunk_size=config.chunk_size, max_leased_fraction=config.max_leased_fraction
         )
+        self._stitcher = Stitcher(HeldRows())
         self._own_ids = itertools.count()
         self._lock = threading.Lock()
         self._clients: dict[bytes, ClientInfo] = {}
@@ -134,6 +143,55 @@ class CacheServer:
         with self._granting(request) as hold:
             return self._lease(hold, request)
 
+    def plan(self, request: PlanRequest) -> PlanReply:
+        """How far a prefix can be had; with ``request.hold`` it is leased until the client releases it. Moves no rows.
+
+        Blocks for the KV side as `lease` does, which it asks once.
+
+        Raises:
+            StaleIncarnationError: the request was meant for a predecessor.
+        """
+        keys = self._checked_keys(request)
+        names = list(keys)
+        with self._granting(request) as hold:
+            found = self._store.lease(hold, names, request.layers)
+            held = False
+            try:
+                survey = self._store.survey(names, request.layers)
+                # Dropped since the lease was taken, a chunk counts as any other that isn't there.
+                kv_local = (*found.kv_local, *survey.kv_local[len(found.keys) :])
+                presence = self._kv.ask(names, kv_local, request.timeout_s * _KV_SHARE_OF_DEADLINE)
+                granted = self._store.settle(hold, presence[: len(found.keys)])
+                held = request.hold and not granted.must_copy
+            finally:
+                if not held:
+                    self._store.end(hold)
+        kv_chunks = next((i for i, state in enumerate(presence) if state != Presence.PRESENT), len(keys))
+        return PlanReply(
+            granted.num_tokens,
+            keys.tokens_before(kv_chunks),
+            tuple(max(keys.tokens_before(count), granted.num_tokens) for count in survey.layer_chunks),
+            granted.specs,
+            granted.ended_by,
+            self._alone,
+            held,
+        )
+
+    def explain(self, request: ExplainRequest) -> ExplainReply:
+        """Why each chunk can be had or not. Blocks for the KV side as `lease` does; drops nothing."""
+        keys = list(self._checked_keys(request))
+        survey = self._store.survey(keys, request.layers)
+        there = [position for position, reason in enumerate(survey.reasons) if reason == OK]
+        presence = self._kv.ask(
+            [keys[position] for position in there],
+            [survey.kv_local[position] for position in there],
+            request.timeout_s * _KV_SHARE_OF_DEADLINE,
+        )
+        reasons = list(survey.reasons)
+        for position, state in zip(there, presence, strict=True):
+            reasons[position] = {Presence.PRESENT: OK, Presence.ABSENT: KV_ABSENT}.get(Presence(state), KV_UNKNOWN)
+        return ExplainReply(tuple(reasons), self._alone)
+
     def release(self, incarnation: bytes, client_id: bytes, ids: Sequence[int]) -> None:
         """End leases and give up reservations; idempotent, and without effect for a predecessor's."""
         if incarnation == self._pool.incarnation:
@@ -201,15 +259,19 @@ class CacheServer:
         if not isinstance(kv_local, bool):
             raise InvalidInputError(f"kv_local: got {kv_local!r}, expected True or False")
         layers = {check_index("layer_idx", layer_idx): hidden_states}
-        plan = plan_store(database, self._config.hidden_state_layers, token_ids, layers, token_offset, mm_spans)
-        if not plan.num_chunks or not plan.specs:
+        step = check_store(token_ids, layers, token_offset, mm_spans)
+        accepted = self._config.hidden_state_layers
+        if accepted is not None and layer_idx not in accepted:
             return 0
+        return sum(self._put(database.space, plan, kv_local) for plan in self._stitcher.plan(database, step))
+
+    def _put(self, space: KeySpace, plan: StorePlan, kv_local: bool) -> int:
         with self._own_hold() as hold:
             request = ReserveRequest(
                 incarnation=self._pool.incarnation,
                 client_id=hold[0],
                 hold_id=hold[1],
-                space=database.space.fingerprint,
+                space=space.fingerprint,
                 keys=plan.keys.blob,
                 num_tokens=plan.keys.num_tokens,
                 first_chunk=plan.first_chunk,
@@ -217,7 +279,7 @@ class CacheServer:
                 kv_local=kv_local,
             )
             reply = self._reserve(hold, request)
-            copy_in(self._memory, reply.runs, plan.specs, plan.rows, plan.first_token)
+            plan.copy_into(self._memory, reply.runs)
             return self._commit(hold).stored
 
     def retrieve_hidden_states(
@@ -308,7 +370,7 @@ class CacheServer:
             raise StaleIncarnationError("this client is not attached here, or counted as gone")
 
     @contextmanager
-    def _granting(self, request: ReserveRequest | LeaseRequest) -> Iterator[HoldId]:
+    def _granting(self, request: ReserveRequest | LeaseRequest | PlanRequest) -> Iterator[HoldId]:
         """The id under which a client gets what it asks for here; nothing when it turns out to be gone."""
         self._check_attached(request.incarnation, request.client_id)
         self._store.release(request.client_id, request.releases)
@@ -335,8 +397,8 @@ class CacheServer:
         key_space = KeySpace(**space, chunk_size=self._config.chunk_size)
         return TokenDatabase(key_space, save_unfull_chunk=self._config.save_unfull_chunk)
 
-    def _checked_keys(self, request: ReserveRequest | LeaseRequest) -> list[ChunkKey]:
-        return list(ChunkKeys(request.keys, request.num_tokens, self._config.chunk_size))
+    def _checked_keys(self, request: ReserveRequest | LeaseRequest | PlanRequest | ExplainRequest) -> ChunkKeys:
+        return ChunkKeys(request.keys, request.num_tokens, self._config.chunk_size)
 
     def _check_first_chunk(self, first_chunk: int, keys: Sequence[ChunkKey]) -> None:
         if not 0 <= first_chunk <= len(keys):
@@ -353,7 +415,7 @@ class CacheServer:
                 raise InvalidInputError(f"specs: got {spec}, expected a known dtype and a hidden_dim of 1 or more")
 
     def _reserve(self, hold: HoldId, request: ReserveRequest) -> ReserveReply:
-        keys = self._checked_keys(request)
+        keys = list(self._checked_keys(request))
         self._check_specs(request)
         self._check_first_chunk(request.first_chunk, keys)
         reserved = self._store.reserve(
@@ -385,7 +447,7 @@ class CacheServer:
         return CommitReply(self._pool.incarnation, done.stored, done.present, done.failed, done.prefix_tokens)
 
     def _lease(self, hold: HoldId, request: LeaseRequest) -> LeaseReply:
-        keys = self._checked_keys(request)
+        keys = list(self._checked_keys(request))
         self._check_first_chunk(request.first_chunk, keys)
         found = self._store.lease(hold, keys, request.layers, first_chunk=request.first_chunk, hinted=request.hinted)
         presence = self._kv.ask(found.keys, found.kv_local, request.timeout_s * _KV_SHARE_OF_DEADLINE)

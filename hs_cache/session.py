@@ -4,15 +4,17 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 
 from hs_cache.attachment import Attachment, Link
 from hs_cache.config import CacheConfig
+from hs_cache.devices import NO_DEVICES, Moment
 from hs_cache.effects import Budget, Call, Pause, Steps, Work, transfer_s
 from hs_cache.errors import (
     CacheClosedError,
@@ -22,20 +24,28 @@ from hs_cache.errors import (
     ServiceNotRunningError,
     StaleIncarnationError,
 )
-from hs_cache.gathering import Gathered, Gatherer, Share
-from hs_cache.keys import ChunkKeys, KeySpace, MMSpan, TokenDatabase
+from hs_cache.gathering import Gathered, Gatherer, HeldPieces, Share
+from hs_cache.keys import ChunkKeys, KeySpace, MMSpan, TokenDatabase, normalise_token_ids
 from hs_cache.leases import this_process
 from hs_cache.messages import (
+    UNREACHABLE,
     CommitReply,
+    ExplainReply,
+    ExplainRequest,
     LeaseReply,
     LeaseRequest,
     NodeStatistics,
+    PlanReply,
+    PlanRequest,
     ReserveRequest,
+    Run,
 )
-from hs_cache.planning import StorePlan, check_keys, check_seconds, plan_store
-from hs_cache.results import CacheStatistics, PrefixHit, StoreResult
+from hs_cache.planning import Step, check_index, check_keys, check_layer_rows, check_seconds, check_spans, check_store
+from hs_cache.results import CacheStatistics, ChunkReport, Coverage, PrefixHit, StoreResult
 from hs_cache.retrieval import Ask, Copies, Piece, check_ask, make_hit, map_rows, view_arrived
-from hs_cache.rows import Flat, copy_in, flatten
+from hs_cache.rows import Flat
+from hs_cache.shared_pool import PoolMapping
+from hs_cache.stitching import HeldRows, Lost, RequestRows, Stitcher, StorePlan
 from hs_cache.troubles import Reported, Suspects, Troubles
 
 logger = logging.getLogger(__name__)
@@ -44,6 +54,9 @@ T = TypeVar("T")
 
 _ATTACH_TIMEOUT_S = 60.0
 """A service that is being started has names before it can answer."""
+
+_INLINE_BYTES = 1 << 20
+"""Copying less takes less time than handing it to a thread, which is where the asyncio client does it."""
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.2
 _COUNTERS = (
@@ -81,6 +94,10 @@ class Session:
         self._troubles = Troubles(strict=strict)
         self._gatherer = Gatherer(self._troubles, suspects)
         self._counts = dict.fromkeys(_COUNTERS, 0)
+        self._held = HeldRows()
+        self._stitcher = Stitcher(self._held)
+        self._requests: WeakValueDictionary[str, RequestRows] = WeakValueDictionary()
+        self._plans: WeakSet[HeldPieces] = WeakSet()
 
     @classmethod
     def of(cls, config: CacheConfig) -> "Session":
@@ -125,6 +142,7 @@ class Session:
         if os.getpid() != self._process.pid:
             return  # the child has no use for it anyway, and may have inherited a locked lock
         self._attachment.close()
+        self._held.clear()
 
     def attach(self) -> Steps[None]:
         """Reach the service, whatever `strict` is.
@@ -137,21 +155,134 @@ class Session:
     def store(
         self, token_ids: Any, layers: Mapping[int, Any], token_offset: Any, mm_spans: Sequence[MMSpan]
     ) -> Steps[StoreResult]:
-        """See `hs_cache.HiddenStateCache.store`."""
+        """See `hs_cache.HiddenStateCache.store`. This call itself checks the arguments and takes down the caller's
+        streams, not the first of the steps, so that these may be taken later, on another thread."""
         self._check_usable()
+        step = check_store(token_ids, layers, token_offset, mm_spans)
+        step = replace(step, tokens=step.tokens.copy())  # an array of the caller's may change before the first step
+        self._keys().chunk_keys((), mm_spans=step.mm_spans)  # refuses bad spans
+        return self._store_step(step, Moment(rows.device for rows in step.rows.values()))
+
+    def _store_step(self, step: Step, moment: Moment) -> Steps[StoreResult]:
+        self._check_usable()
+        rows = self._accepted(step.rows)
+        if not rows:
+            keys = self._keys().chunk_keys(step.tokens, mm_spans=step.mm_spans)
+            return StoreResult(filtered=max(0, len(keys) - -(-step.first // keys.chunk_size)))
+        held, when = (rows, moment) if step.edges(self.config.chunk_size) else ({}, NO_DEVICES)
+        step = replace(step, rows=rows)
+        plans = yield from self._planned(lambda: self._stitcher.plan(self._keys(), step), held, when)
+        return (yield from self._store_all(plans, rows, moment))
+
+    def _planned(
+        self, plan: Callable[[], list[StorePlan]], rows: Mapping[int, torch.Tensor], moment: Moment
+    ) -> Steps[list[StorePlan]]:
+        """What a step completes. Its rows of open chunks are copied for that, which on a device waits for kernels."""
+        size = self._keys().space.chunk_size
+        held = sum(min(len(given), 2 * size) * given.shape[1] * given.itemsize for given in rows.values())
+        if not moment and held < _INLINE_BYTES:
+            return plan()
+        plans: list[StorePlan] = []
+
+        def work() -> None:
+            with moment.reading():  # before the lock of the open chunks is taken: others must not wait for kernels
+                plans.extend(plan())
+
+        yield Work(work)
+        return plans
+
+    def open_request(self, request_id: Any, mm_spans: Sequence[MMSpan]) -> RequestRows:
+        """See `hs_cache.HiddenStateCache.writer`."""
+        self._check_usable()
+        if not isinstance(request_id, str):
+            raise InvalidInputError(f"request_id: got {type(request_id).__name__}, expected str")
+        with self._lock:
+            known = self._requests.get(request_id)
+            if known is not None and not known.closed:
+                raise InvalidInputError(
+                    f"request_id: got {request_id!r}, whose writer is still open; finish() or abort() it first"
+                )
+            request = RequestRows(self._keys(), check_spans(mm_spans), self._held)
+            self._requests[request_id] = request
+            return request
+
+    def append(self, request: RequestRows, new_token_ids: Any, layers: Any) -> Steps[StoreResult]:
+        """See `hs_cache.PrefixWriter.append`."""
+        self._check_usable()
+        tokens = normalise_token_ids(new_token_ids)
+        if not isinstance(layers, Mapping):
+            raise InvalidInputError(f"layers: got {type(layers).__name__}, expected {{layer_idx: rows}}")
+        rows = self._accepted(check_layer_rows(layers, len(tokens), at_most=True))
+        moment = Moment(given.device for given in rows.values())
+        if (lost := request.lost) is not None:  # it could not be had when the request was preempted
+            yield from self._restore(request, lost)
+        first = request.num_tokens
+        plans = yield from self._planned(lambda: request.append(tokens, rows), rows, moment)
+        try:
+            return (yield from self._store_all(plans, rows, moment))
+        except InvalidInputError:
+            request.preempt(first)
+            raise
+
+    def finish(self, request: RequestRows, save_tail: Any) -> Steps[StoreResult]:
+        """See `hs_cache.PrefixWriter.finish`."""
+        self._check_usable()
+        if not isinstance(save_tail, bool):
+            raise InvalidInputError(f"save_tail: got {save_tail!r}, expected True or False")
+        if save_tail and not self.config.save_unfull_chunk:
+            raise InvalidInputError(
+                "save_tail: got True, expected False where the service runs with save_unfull_chunk false: short chunks "
+                "are never looked for there"
+            )
+        plans = request.tail() if save_tail else []
+        request.close()
+        return (yield from self._store_all(plans, [spec.layer_idx for plan in plans for spec in plan.specs]))
+
+    def preempt(self, request: RequestRows, num_tokens: Any) -> Steps[None]:
+        """See `hs_cache.PrefixWriter.preempt`."""
+        self._check_usable()
+        count = check_index("num_tokens", num_tokens)
+        if count < 0:
+            raise InvalidInputError(f"num_tokens: got {count}, expected 0 or more")
+        lost = request.preempt(count)
+        if lost is not None:
+            yield from self._restore(request, lost)
+
+    def _restore(self, request: RequestRows, lost: Lost) -> Steps[None]:
+        found = yield from self._look_up(Ask(lost.keys, lost.layers, lost.start, lost.stop))
+        if found.ended_by != "unreachable":
+            request.restore(lost, found.layers if found.num_tokens == lost.stop else {})
+
+    def _accepted(self, rows: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         accepted = self.config.hidden_state_layers
-        plan = plan_store(self._keys(), accepted, token_ids, layers, token_offset, mm_spans)
-        if not plan.num_chunks:
-            return StoreResult()
-        if not plan.specs:
-            return StoreResult(filtered=plan.filtered)
-        budget = self._budget()
-        done = yield from self._attempt(lambda link: self._store_on(link, plan, budget), None, budget)
-        if done is None:
-            self._count(failed_chunks_total=plan.num_chunks)
-            return StoreResult(failed=plan.num_chunks)
-        self._count(stored_chunks_total=done.stored, failed_chunks_total=done.failed)
-        return StoreResult(done.stored, done.present, 0, done.failed, done.prefix_tokens)
+        return {layer: given for layer, given in rows.items() if accepted is None or layer in accepted}
+
+    def _store_all(
+        self, plans: Sequence[StorePlan], layers: Iterable[int], moment: Moment = NO_DEVICES
+    ) -> Steps[StoreResult]:
+        result, reached, whole = StoreResult(), list[int](), False
+        for plan in plans:
+            try:
+                done = yield from self._store_chunks(plan, moment)
+            except InvalidInputError:
+                self._stitcher.refused(self._keys(), plan)
+                raise
+            if done is None:
+                failed = sum(plan.num_chunks for plan in plans) - result.num_chunks
+                result = replace(result, failed=result.failed + failed)
+                break
+            if not plan.aside:
+                reached.append(done.prefix_tokens)
+                whole = whole or [spec.layer_idx for spec in plan.specs] == list(layers)
+            result = StoreResult(
+                result.stored + done.stored,
+                result.present + done.present,
+                0,
+                result.failed + done.failed,
+                min(reached, default=0) if whole else 0,
+            )
+        self._count(stored_chunks_total=result.stored, failed_chunks_total=result.failed)
+        return result
 
     def retrieve(
         self,
@@ -160,6 +291,7 @@ class Session:
         start: Any,
         stop: Any,
         dtype: Any,
+        device: Any,
         out: Mapping[int, torch.Tensor] | None,
         mm_spans: Sequence[MMSpan],
         wait_s: Any,
@@ -167,7 +299,7 @@ class Session:
         """See `hs_cache.HiddenStateCache.retrieve`."""
         self._check_usable()
         keys = self.chunk_keys(token_ids, mm_spans)
-        ask = check_ask(keys, len(token_ids), layers, start, stop, dtype, out)
+        ask = check_ask(keys, len(token_ids), layers, start, stop, dtype, device, out)
         give_up_at = time.monotonic() + check_seconds("wait_s", wait_s)
         hit = yield from self._look_up(ask)
         num_tokens, pause_s = hit.num_tokens, _FIRST_PAUSE_S
@@ -209,7 +341,50 @@ class Session:
         found = yield from self._attempt(lambda link: self._find_on(link, ask, budget), nothing, budget)
         if found is None:
             found = yield from self._gatherer.find(ask, Gathered(ended_by="unreachable"), budget)
-        return ask, list(found.pieces)
+        return ask, [replace(piece, shared=True) for piece in found.pieces]
+
+    def plan(self, token_ids: Any, layers: Any, mm_spans: Sequence[MMSpan], hold: Any) -> Steps[Coverage]:
+        """See `hs_cache.HiddenStateCache.plan`."""
+        self._check_usable()
+        ask = check_ask(self.chunk_keys(token_ids, mm_spans), len(token_ids), layers, 0, None)
+        if not isinstance(hold, bool):
+            raise InvalidInputError(f"hold: got {hold!r}, expected True or False")
+        if not ask.keys:
+            return Coverage(layer_tokens=dict.fromkeys(ask.layers, 0))
+        if not hold:
+            ask = replace(ask, start=ask.stop)  # asks for no rows
+        budget = self._budget()
+        nothing: Coverage | None = None
+        coverage = yield from self._attempt(lambda link: self._plan_on(link, ask, hold, budget), nothing, budget)
+        if coverage is None:
+            found = yield from self._gatherer.find(ask, Gathered(ended_by="unreachable"), budget)
+            coverage = self._coverage(ask, hold, found)
+        return coverage
+
+    def explain(self, token_ids: Any, layers: Any, mm_spans: Sequence[MMSpan]) -> Steps[list[ChunkReport]]:
+        """See `hs_cache.HiddenStateCache.explain`."""
+        self._check_usable()
+        ask = check_ask(self.chunk_keys(token_ids, mm_spans), len(token_ids), layers, 0, None)
+        if not ask.keys:
+            return []
+        budget = self._budget()
+
+        def explained(link: Link) -> Steps[tuple[str, ExplainReply] | None]:
+            request = ExplainRequest(ask.keys.blob, ask.keys.num_tokens, ask.layers, budget.left_s)
+            reply: ExplainReply = yield Call(link.located.peer, "explain", (request,), budget.left_s)
+            return link.located.peer.node_id, reply
+
+        answer = yield from self._attempt(explained, None, budget)
+        here, reply = answer or ("", ExplainReply((UNREACHABLE,) * len(ask.keys), False))
+        reports = [
+            ChunkReport(ask.keys.tokens_before(position), ask.keys.tokens_in(position), reason, here)
+            for position, reason in enumerate(reply.reasons)
+        ]
+        if not reply.alone:
+            elsewhere = yield from self._gatherer.explain(ask, [report.reason for report in reports], here, budget)
+            for position, (reason, node_id) in elsewhere.items():
+                reports[position] = replace(reports[position], reason=reason, node_id=node_id)
+        return reports
 
     def resolve(self, ask: Ask, pieces: Sequence[Piece], timeout_s: float | None) -> Steps[PrefixHit]:
         """The rows behind the refs of `retrieve_pieces`; where these are lost, whatever can be found by keys."""
@@ -275,6 +450,8 @@ class Session:
         with self._lock:
             return CacheStatistics(
                 **self._counts,
+                held_bytes=self._held.nbytes,
+                held_dropped_total=self._held.dropped_total,
                 timeouts_total=troubles.timeouts_total,
                 unreachable_total=troubles.unreachable_total,
                 node=node,
@@ -357,10 +534,15 @@ class Session:
             for name, number in more.items():
                 self._counts[name] += number
 
+    def _store_chunks(self, plan: StorePlan, moment: Moment) -> Steps[CommitReply | None]:
+        budget = self._budget()
+        nothing: CommitReply | None = None
+        return (yield from self._attempt(lambda link: self._store_on(link, plan, moment, budget), nothing, budget))
+
     # On one attachment. Whatever ends these early gives up what was held: the client chose the id before the call, so
     # that also holds where the answer never came.
 
-    def _store_on(self, link: Link, plan: StorePlan, budget: Budget) -> Steps[CommitReply]:
+    def _store_on(self, link: Link, plan: StorePlan, moment: Moment, budget: Budget) -> Steps[CommitReply]:
         request = ReserveRequest(
             incarnation=link.incarnation,
             client_id=self._process.client_id,
@@ -375,7 +557,7 @@ class Session:
         peer = link.located.peer
         if link.mapping is None:
             flat: list[Flat] = []
-            yield Work(lambda: flat.append(flatten(plan.rows.values())))
+            yield Work(lambda: flat.append(_flat(plan, moment)))
             budget.restart()
             deadline_s = budget.left_s + transfer_s(plan.nbytes)
             far: CommitReply = yield Call(peer, "store_rows", (request, flat[0]), deadline_s, carries_rows=True)
@@ -385,8 +567,7 @@ class Session:
         try:
             reply = yield from self._with_releases(link, "reserve", request, budget)
             if reply.runs:
-                memory = link.mapping.write_view()
-                copying = Work(partial(copy_in, memory, reply.runs, plan.specs, plan.rows, plan.first_token))
+                copying = Work(partial(_copy_in, plan, link.mapping, reply.runs, moment))
                 yield copying
             budget.restart()
             done: CommitReply = yield Call(
@@ -410,30 +591,39 @@ class Session:
             layers=ask.layers,
             timeout_s=budget.left_s,
         )
-        give_up = partial(self._process.releaser.end, link.incarnation, (request.hold_id,))
         copying: Work | None = None
+        copied: Copies | None = None
+        releaser, mapping = self._process.releaser, link.mapping
+
+        def give_up() -> None:
+            if copied is not None and copied.flight:
+                releaser.end_after(copied.flight, link.incarnation, request.hold_id, mapping)
+            else:
+                releaser.end(link.incarnation, (request.hold_id,))
+
         try:
             reply: LeaseReply = yield from self._with_releases(link, "lease", request, budget)
-            own = Piece(reply.specs, 0, reply.num_tokens, reply.runs, link.mapping.write_view())
+            own = Piece(reply.specs, 0, reply.num_tokens, reply.runs, mapping.write_view(), pool=mapping)
             pieces = (own,) if reply.num_tokens else ()
             found = Gathered(pieces, reply.ended_by, reply.alone, link.located.peer.node_id)
             if found.ended_by and not found.alone:
-                found = yield from self._gatherer.find(ask, found, budget)
-                found = yield from self._gatherer.fetch(ask, found, budget)
+                found = yield from self._found_elsewhere(ask, found, budget)
+                found = yield from self._rows_of(ask, found, budget)
             if not reply.num_tokens:
-                return (yield from self._copied(ask, found, own=True))
-            whole = len(found.pieces) == 1 and not reply.must_copy
+                return (yield from self._copied(ask, found))
+            whole = len(found.pieces) == 1 and found.pieces[0] is own and not reply.must_copy
             shared = map_rows(link.mapping, reply, ask) if whole else {}
             copied = Copies(ask, reply.specs, found.pieces[-1].end, without=shared)
             if copied.targets:
                 copying = Work(partial(copied.run, found.pieces))
                 yield copying
             if shared:
-                self._process.releaser.watch(link.incarnation, request.hold_id, [m for m, _ in shared.values()])
+                more = int(bool(copied.flight))
+                releaser.watch(link.incarnation, request.hold_id, [m for m, _ in shared.values()], more)
         except BaseException:
             _after(copying, give_up)
             raise
-        if not shared:
+        if not shared or copied.flight:
             give_up()
         self._count(zero_copy_total=len(shared), copied_total=len(copied.targets))
         rows = {layer: rows for layer, (_, rows) in shared.items()} | copied.targets
@@ -446,18 +636,95 @@ class Session:
         if found.error is not None:
             raise found.error
         if found.ended_by and not found.alone:
+            found = yield from self._found_elsewhere(ask, found, budget)
+        return found
+
+    def _found_elsewhere(self, ask: Ask, found: Gathered, budget: Budget) -> Steps[Gathered]:
+        """Continue `found` with what plans of this client hold on other nodes, and with what the directory names."""
+        with self._lock:
+            plans = list(self._plans)
+        for held in plans:
+            found = held.extend(ask, found)
+        if found.ended_by:
             found = yield from self._gatherer.find(ask, found, budget)
         return found
 
-    def _fetched(self, ask: Ask, found: Gathered, budget: Budget) -> Steps[PrefixHit]:
+    def _rows_of(self, ask: Ask, found: Gathered, budget: Budget) -> Steps[Gathered]:
+        """The rows of what was found; where those of a plan are lost, what others have instead."""
         found = yield from self._gatherer.fetch(ask, found, budget)
-        return (yield from self._copied(ask, found, own=True))
+        with self._lock:
+            plans = [held for held in self._plans if any(piece.ref is found.lost for piece in held.pieces)]
+        if found.lost is not None and plans:
+            for held in plans:
+                held.lose(found.lost)
+            found = yield from self._gatherer.find(ask, replace(found, lost=None), budget)
+            found = yield from self._gatherer.fetch(ask, found, budget)
+        return found
 
-    def _copied(self, ask: Ask, found: Gathered, own: bool = False) -> Steps[PrefixHit]:
-        """The result of pieces none of which is leased. `own`: nobody else has the refs of their rows."""
+    def _plan_on(self, link: Link, ask: Ask, hold: bool, budget: Budget) -> Steps[Coverage]:
+        if link.mapping is None:
+            found = yield from self._find_on(link, ask, budget)
+            return self._coverage(ask, hold, found)
+        request = PlanRequest(
+            incarnation=link.incarnation,
+            client_id=self._process.client_id,
+            hold_id=self._process.next_id(),
+            keys=ask.keys.blob,
+            num_tokens=ask.keys.num_tokens,
+            layers=ask.layers,
+            timeout_s=budget.left_s,
+            hold=hold,
+        )
+        give_up = partial(self._process.releaser.end, link.incarnation, (request.hold_id,))
+        try:
+            reply: PlanReply = yield from self._with_releases(link, "plan", request, budget)
+            node_id = link.located.peer.node_id
+            own = Piece(reply.specs, 0, reply.num_tokens, (), node_id=node_id)
+            found = Gathered((own,) if reply.num_tokens else (), reply.ended_by, reply.alone, node_id)
+            if found.ended_by and not found.alone:
+                found = yield from self._found_elsewhere(ask, found, budget)
+            return self._coverage(ask, hold and reply.held, found, reply, give_up)
+        except BaseException:
+            if hold:
+                give_up()
+            raise
+
+    def _coverage(
+        self,
+        ask: Ask,
+        hold: bool,
+        found: Gathered,
+        reply: PlanReply | None = None,
+        end: Callable[[], None] | None = None,
+    ) -> Coverage:
+        num_tokens = found.pieces[-1].end if found.pieces else 0
+        of_layers = reply.layer_tokens if reply is not None else (0,) * len(ask.layers)
+        held: HeldPieces | None = None
+        if hold:
+            pieces = tuple(replace(piece, shared=True) for piece in found.pieces if piece.ref is not None)
+            held = HeldPieces(ask.keys, pieces)
+            if pieces:
+                with self._lock:
+                    self._plans.add(held)
+        return Coverage(
+            num_tokens=num_tokens,
+            kv_tokens=max(reply.kv_tokens if reply is not None else 0, num_tokens),
+            layer_tokens={layer: max(n, num_tokens) for layer, n in zip(ask.layers, of_layers, strict=True)},
+            nbytes=sum(piece.nbytes for piece in found.pieces),
+            nodes=tuple(dict.fromkeys(piece.node_id for piece in found.pieces)),
+            ended_by=found.ended_by if num_tokens < ask.stop else "",
+            release=partial(_let_go, held, end) if held is not None else None,
+        )
+
+    def _fetched(self, ask: Ask, found: Gathered, budget: Budget) -> Steps[PrefixHit]:
+        found = yield from self._rows_of(ask, found, budget)
+        return (yield from self._copied(ask, found))
+
+    def _copied(self, ask: Ask, found: Gathered) -> Steps[PrefixHit]:
+        """The result of pieces none of which is leased."""
         if not found.pieces:
             return PrefixHit(start=ask.start, ended_by=found.ended_by)
-        shared = view_arrived(found.pieces[0], ask) if own and len(found.pieces) == 1 else {}
+        shared = view_arrived(found.pieces[0], ask) if len(found.pieces) == 1 else {}
         copied = Copies(ask, found.pieces[0].specs, found.pieces[-1].end, without=shared)
         if copied.targets:
             yield Work(partial(copied.run, found.pieces))
@@ -474,6 +741,24 @@ class Session:
             self._process.releaser.end(link.incarnation, releases)
             raise
         return reply
+
+
+def _let_go(held: HeldPieces, end: Callable[[], None] | None) -> None:
+    """A plan's end. Takes no lock: the plan may be collected inside of one of ours."""
+    held.pieces = ()
+    if end is not None:
+        end()
+
+
+def _copy_in(plan: StorePlan, mapping: PoolMapping, runs: Sequence[Run], moment: Moment) -> None:
+    if moment.pins:
+        mapping.pin_once()
+    plan.copy_into(mapping.write_view(), runs, moment, mapping.copy_pieces)
+
+
+def _flat(plan: StorePlan, moment: Moment) -> Flat:
+    with moment.reading():
+        return plan.flat()
 
 
 def _after(work: Work | None, then: Callable[[], None]) -> None:

@@ -332,6 +332,13 @@ class SharedPool(_MappedPool):
 class PoolMapping(_MappedPool):
     """A pool of another process of this node. Made by `open`; its methods may be called from any thread."""
 
+    def __init__(self, fd: int, incarnation: bytes, data_bytes: int) -> None:
+        super().__init__(fd, incarnation, data_bytes)
+        self._pin_once_lock = threading.Lock()
+        self._pin_tried = False
+        # Before the memory is unmapped: the driver would go on taking its addresses for page-locked ones.
+        weakref.finalize(self, _unlock, self._page_lock, self._pid).atexit = False
+
     @classmethod
     def open(cls, address: PoolAddress) -> "PoolMapping":
         """Open and map a pool, after making sure that it is the one that ``address`` names.
@@ -359,6 +366,24 @@ class PoolMapping(_MappedPool):
             if isinstance(error, OSError):
                 raise PoolError(f"cannot open the pool of process {address.pid}: {error}") from error
             raise
+
+    def pin_once(self) -> None:
+        """`pin` at the first call; others wait for that, and do nothing. Blocks for the driver: about as long as a copy
+        of the whole pool. What fails leaves the mapping pageable and logs one warning.
+
+        Raises:
+            CacheClosedError: After `close`, or in a forked child.
+        """
+        self._usable_map()
+        with self._pin_once_lock:
+            if self._pin_tried:
+                return
+            self._pin_tried = True
+            try:
+                self.pin()
+            except RuntimeError as error:  # what torch makes of CUDA's errors
+                self._page_lock.reason = str(error)
+                logger.warning("The pool stays pageable, GPU copies will be slower: %s", error)
 
     def write_view(self) -> memoryview:
         """The data, shared with the owner: ``uint8``, ``[data_bytes]``. Only write to extents reserved for you.
@@ -399,6 +424,11 @@ class PoolMapping(_MappedPool):
         with self._lock:  # or close() could let the number of the file descriptor go to another file in between
             self._usable_map()
             return map_file(self._fd, position + nbytes, mmap.MAP_PRIVATE, start - position), position
+
+
+def _unlock(page_lock: PageLock, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child has no CUDA context
+        page_lock.unlock()
 
 
 def _require_linux() -> None:

@@ -18,7 +18,7 @@ from hs_cache.chunks import Chunk, ChunkTable
 from hs_cache.errors import InvalidInputError, StaleIncarnationError
 from hs_cache.extents import Extent
 from hs_cache.kv_presence import Presence
-from hs_cache.messages import LayerSpec, Run, StoreStatistics
+from hs_cache.messages import KV_ABSENT, LAYER_MISSING, NEVER_STORED, OK, LayerSpec, Run, StoreStatistics
 from hs_cache.placement import Reservation, place
 
 HoldId = tuple[bytes, int]
@@ -60,6 +60,21 @@ class Found:
 
     keys: tuple[bytes, ...]
     kv_local: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What there is of some chunks, and of what there isn't, why; nothing is held.
+
+    Attributes:
+        kv_local: per chunk, whether its KV is this node's to know of: also where the chunk isn't there.
+        layer_chunks: per layer, how many chunks have it, from the first on.
+        reasons: per chunk, `hs_cache.messages.OK` or why it isn't there with every layer.
+    """
+
+    kv_local: tuple[bool, ...]
+    layer_chunks: tuple[int, ...]
+    reasons: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +255,7 @@ class HiddenStateStore:
             for chunk, state, confirmed in zip(found, presence, held.confirmed, strict=True):
                 # A store that was committed meanwhile says that the chunk's KV has been written anew.
                 if state == Presence.ABSENT and chunk.linked and chunk.confirmed == confirmed:
-                    self._table.unlink(chunk)
+                    self._table.unlink(chunk, KV_ABSENT)
                     self._note_changes()
                     self._kv_dropped_total += 1
             for chunk in found[kept:]:
@@ -280,6 +295,25 @@ class HiddenStateStore:
             for hold in [hold for hold in self._tombstones if hold[0] == owner]:
                 del self._tombstones[hold]
             return len(gone)
+
+    def survey(self, keys: Sequence[bytes], layers: tuple[int, ...]) -> Survey:
+        """What there is of a prefix; no effect on the order."""
+        with self._lock:
+            chunks = [self._table.get(key) for key in keys]
+            reasons = []
+            for key, chunk in zip(keys, chunks, strict=True):
+                if chunk is None:
+                    reasons.append(self._table.why_gone(key) or NEVER_STORED)
+                else:
+                    reasons.append(OK if all(layer in chunk.layers for layer in layers) else LAYER_MISSING)
+            return Survey(
+                tuple(chunk is None or chunk.kv_local for chunk in chunks),
+                tuple(
+                    next((i for i, chunk in enumerate(chunks) if chunk is None or layer not in chunk.layers), len(keys))
+                    for layer in layers
+                ),
+                tuple(reasons),
+            )
 
     def contains(self, key: bytes, layer_idx: int) -> bool:
         """Whether the chunk is there with that layer; no effect on the order."""

@@ -29,11 +29,11 @@ from hs_cache.kv_presence import KVIndex, KVPresence
 from hs_cache.leases import this_process
 from hs_cache.messages import LocationBatch, PublishReply, StoreStatistics
 from hs_cache.publishing import Publisher
-from hs_cache.results import PrefixHit, StoreResult
+from hs_cache.results import Coverage, PrefixHit, StoreResult
 from hs_cache.server import CacheServer
 from hs_cache.session import Session
 from hs_cache.shared_pool import SharedPool
-from tests.builders import CHUNK_SIZE, SLOT_BYTES
+from tests.builders import CHUNK_SIZE, SLOT_BYTES, make_tokens
 
 T = TypeVar("T")
 
@@ -145,7 +145,11 @@ class Controller:
         if self.unreachable:
             raise ServiceError("the controller can't be reached")
         self.calls.append(method)
-        methods: dict[str, Callable[..., Any]] = {"publish": self.publish, "locate": self.locate}
+        methods: dict[str, Callable[..., Any]] = {
+            "publish": self.publish,
+            "locate": self.locate,
+            "where": self.where,
+        }
         return _sent(methods[method](*_sent(args)))
 
     def publish(self, batch: LocationBatch) -> PublishReply:
@@ -159,6 +163,9 @@ class Controller:
 
     def locate(self, keys: bytes, without: Sequence[str] = ()) -> tuple[Segment, ...]:
         return self.directory.locate(keys, without=without)
+
+    def where(self, keys: bytes, without: Sequence[str] = ()) -> tuple[str, ...]:
+        return self.directory.where(keys, without=without)
 
 
 class Node:
@@ -180,7 +187,7 @@ class Node:
         **settings: Any,
     ) -> None:
         self.name = f"test-node-{next(self._numbers)}"
-        self.config = CacheConfig(chunk_size=CHUNK_SIZE, **settings)
+        self.config = CacheConfig(**{"chunk_size": CHUNK_SIZE, **settings})
         self.index = KVIndex(1024, store_implies_present=self.config.kv_source == "reports")
         self._kv = kv or (None if self.config.kv_source == "none" else IndexedKV(self.index))
         self._slots = slots
@@ -396,6 +403,7 @@ class DirectCache:
     def store(
         self, token_ids: Any, layers: Any, *, token_offset: Any = 0, mm_spans: Sequence[MMSpan] = ()
     ) -> StoreResult:
+        self.effects = []
         return self.run(self.session.store(token_ids, layers, token_offset, mm_spans))
 
     def put(self, token_ids: Sequence[int], *layers: int) -> StoreResult:
@@ -410,13 +418,41 @@ class DirectCache:
         start: Any = 0,
         stop: Any = None,
         dtype: Any = None,
+        device: Any = None,
         out: Any = None,
         wait_s: Any = 0.0,
     ) -> PrefixHit:
-        return self.run(self.session.retrieve(token_ids, layers, start, stop, dtype, out, (), wait_s))
+        return self.run(self.session.retrieve(token_ids, layers, start, stop, dtype, device, out, (), wait_s))
+
+    def plan(self, token_ids: Any, layers: Any = 0, *, hold: Any = False) -> Coverage:
+        return self.run(self.session.plan(token_ids, layers, (), hold))
+
+    def explain(self, token_ids: Any, layers: Any = 0) -> list[str]:
+        """The reasons only."""
+        return [report.reason for report in self.run(self.session.explain(token_ids, layers, ()))]
 
     def report(self, method: str, what: Any) -> bool:
         return self.run(self.session.report(method, what))
+
+
+def make_nodes(count: int = 3, **settings: Any) -> list[Node]:
+    """Nodes of one service."""
+    controller = Controller()
+    return [Node(controller=controller, **settings) for _ in range(count)]
+
+
+def put_part(node: Node, prompt: str, first_chunk: int, *layers: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Store a prompt from `first_chunk` on, by a writer on that node."""
+    tokens, offset = make_tokens(prompt), first_chunk * CHUNK_SIZE
+    rows = {layer: make_rows(tokens, layer, dtype=dtype)[offset:] for layer in layers or (0,)}
+    assert DirectCache(node).store(tokens, rows, token_offset=offset).failed == 0
+
+
+def spread(nodes: Sequence[Node], *layers: int) -> None:
+    """Chunks a and b on the first node, c and d on the second, e and f on the third; the directory knows."""
+    for node, prompt in zip(nodes, ("ab", "abcd", "abcdef"), strict=True):
+        put_part(node, prompt, len(prompt) - 2, *layers)
+    nodes[0].controller.hear_all()
 
 
 class Cancelled(BaseException):

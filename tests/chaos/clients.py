@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,19 @@ import numpy as np
 import torch
 
 from tests.chaos.plan import Operation, chunks, operations
-from tests.chaos.rows import LAYERS, ROW_BYTES, call_ids, find_mixture, find_wrong, make_prompt, make_rows
+from tests.chaos.rows import (
+    CHUNK_SIZE,
+    CLIENT_SHIFT,
+    FAMILY,
+    FAMILY_TOKENS,
+    LAYERS,
+    ROW_BYTES,
+    call_ids,
+    find_mixture,
+    find_wrong,
+    make_prompt,
+    make_rows,
+)
 
 STREAMS = 2
 """Streams of calls per client: threads of a blocking one, tasks of an asyncio one, over the same clients."""
@@ -71,7 +84,8 @@ class _Stream:
         self._caches = caches
         self._rpc_timeout_s = rpc_timeout_s
         self._asynchronous = asynchronous
-        self._call_ids = iter(range(((int(name.split("-")[1]) << 2) + number) << 18, 1 << 32))
+        first_id = (int(name.split("-")[1]) << CLIENT_SHIFT) + (number << CLIENT_SHIFT - 2)
+        self._call_ids = iter(range(first_id, 1 << 32))
         self._number = 0
         self._held: list[_Held] = []
         self.report = Report(os.getpid())
@@ -124,6 +138,57 @@ class _Stream:
     def _retrieve_limit(self, operation: Operation) -> float:
         return self._rpc_timeout_s + operation.wait_s + operation.num_tokens * ROW_BYTES / _FLOOR_BYTES_PER_S
 
+    def _store_limit(self, operation: Operation) -> float:
+        # Chunks that earlier calls have completed in some layers only are stored apart from the others.
+        return 4 * self._rpc_timeout_s + operation.num_tokens * ROW_BYTES / _FLOOR_BYTES_PER_S
+
+    async def do_write(self, operation: Operation) -> None:
+        """A request in steps of any size, which is preempted once, perhaps, and then finished or given up."""
+        prompt = make_prompt(operation.branch, operation.num_tokens)
+        call_id = next(self._call_ids)
+        chance = random.Random(call_id)
+        writer = self._caches[operation.space].writer(f"{self._name}-{call_id}")
+        preempted = False
+        while (first := writer.num_tokens) < len(prompt):
+            end = min(first + chance.choice((1, 7, CHUNK_SIZE, 5 * CHUNK_SIZE + 3)), len(prompt))
+            rows = {
+                layer: make_rows(prompt[:end], layer, operation.space, call_id, first=first)
+                for layer in operation.layers
+            }
+            limit = self._store_limit(operation)
+            result = await self._call(
+                writer.append, prompt[first:end], rows, limit_s=limit, cancel_s=operation.cancel_s
+            )
+            for given in rows.values():
+                given.fill_(_SCRIBBLE)
+            if result is not None:
+                self.report.counts["chunks stored"] += result.stored
+            elif writer.num_tokens == first:
+                break  # cancelled before it began, or refused
+            if not preempted and operation.start < writer.num_tokens // 2:
+                preempted = True
+                limit = self._retrieve_limit(operation)
+                await self._call(writer.preempt, operation.start, limit_s=limit, cancel_s=operation.cancel_s)
+                if writer.num_tokens <= FAMILY_TOKENS:  # it goes on with other tokens
+                    family = operation.branch // FAMILY * FAMILY
+                    prompt = make_prompt(chance.randrange(family, family + FAMILY), operation.num_tokens)
+                    call_id = next(self._call_ids)
+        await self._call(writer.abort if operation.write else writer.finish, limit_s=self._rpc_timeout_s)
+
+    async def do_plan(self, operation: Operation) -> None:
+        """What is planned is held, while it is retrieved."""
+        asked = make_prompt(operation.branch, operation.num_tokens), operation.layers
+        cache, limit = self._caches[operation.space], self._retrieve_limit(operation)
+        coverage = await self._call(
+            cache.plan, *asked, hold=operation.hold > 0, limit_s=limit, cancel_s=operation.cancel_s
+        )
+        if coverage is not None:
+            hit = await self._call(cache.retrieve, *asked, limit_s=limit)
+            self.report.counts["plans kept"] += hit is not None and hit.num_tokens >= coverage.num_tokens
+            if hit is not None:
+                self._take(operation, hit.layers, 0)
+            coverage.release()
+
     async def do_store(self, operation: Operation) -> None:
         prompt = make_prompt(operation.branch, operation.num_tokens)
         call_id = next(self._call_ids)
@@ -131,7 +196,7 @@ class _Stream:
             layer: make_rows(prompt, layer, operation.space, call_id, first=operation.start)
             for layer in operation.layers
         }
-        limit = 2 * self._rpc_timeout_s + operation.num_tokens * ROW_BYTES / _FLOOR_BYTES_PER_S
+        limit = self._store_limit(operation)
         result = await self._call(
             self._caches[operation.space].store,
             prompt,
@@ -237,7 +302,7 @@ class _Stream:
     def _take(self, operation: Operation, layers: Any, start: int) -> None:
         """Judge rows, perhaps write into them, perhaps hold them."""
         if operation.space == 0:
-            ids = [call_ids(rows, start=start) for rows in layers.values()]
+            ids = [call_ids(rows) for rows in layers.values()]
             if ids and (mixture := find_mixture(ids)):
                 self.report.wrong.append(f"{self._name}: {mixture}: {[np.unique(i).tolist() for i in ids]}")
         for layer, rows in layers.items():

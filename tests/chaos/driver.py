@@ -86,6 +86,7 @@ class Summary:
         fell = ", ".join(f"{kind} {number}" for kind, number in sorted(self.blows.items()))
         return (
             f"seed {self.seed}: {self.seconds:.0f} s, {counts['store']} stores ({counts['chunks stored']} chunks), "
+            f"{counts['append']} steps of requests, {counts['plan']} plans, "
             f"{counts['retrieve']} retrieves, {counts['hits']} hits ({counts['whole hits']} whole), "
             f"{counts['misses']} misses, {counts['refs hit']} refs hit, {counts['refs missed']} missed, "
             f"{counts['rows checked']} rows checked, {len(self.wrong)} wrong; {fell}; {self.joined} nodes joined; "

@@ -31,6 +31,8 @@ _NODE_EARLIEST, _NODE_LATEST = 0.1, 0.5
 
 _OPERATIONS = {
     "store": 30,
+    "write": 8,
+    "plan": 4,
     "retrieve": 40,
     "retrieve_hidden_states": 4,
     "retrieve_ref": 6,
@@ -46,7 +48,8 @@ class Operation:
     """One call of a client; which fields matter depends on `kind`.
 
     Attributes:
-        start, stop: the tokens wanted by a retrieve, the chunks meant by a report; a store begins at `start`.
+        start, stop: the tokens wanted by a retrieve, the chunks meant by a report; a store begins at `start`, and a
+            request that is written in steps is preempted back to it.
         hold: for how many more operations the rows are held, and looked at again.
         write: write into the rows that came back.
         cancel_s: cancel the call after that many seconds, where it can be cancelled.
@@ -83,7 +86,7 @@ def operations(seed: int, name: str) -> Iterator[Operation]:
             space=space,
             branch=rng.randrange(BRANCHES),
             num_tokens=num_tokens,
-            layers=tuple(LAYERS) if kind == "store" and space == 0 else subset,
+            layers=tuple(LAYERS) if kind in ("store", "write") and space == 0 else subset,
             start=start,
             stop=stop,
             convert=rng.random() < 0.2,

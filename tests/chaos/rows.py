@@ -26,19 +26,31 @@ MAX_TOKENS = 32 * CHUNK_SIZE
 ROW_BYTES = sum(dim * dtype.itemsize for dim, dtype in LAYERS.values())
 
 _SYSTEM_TOKENS = 6 * CHUNK_SIZE
-_FAMILY_TOKENS = 12 * CHUNK_SIZE + 5  # branches part inside a chunk
-_FAMILY = 4
+FAMILY_TOKENS = 12 * CHUNK_SIZE + 5  # branches part inside a chunk
+FAMILY = 4
+_ALIKE_AGAIN = 20 * CHUNK_SIZE + 3
+_WEIGHTS = np.random.default_rng(0).integers(0, 1 << 15, MAX_TOKENS) * 2 + 1
 _STRIDE = 1024
 _MAGIC = 201
 _FIELDS = 16
 _CALL = slice(10, 14)
 
+CLIENT_SHIFT = 20
+"""The bits of a call's id behind these are its client's."""
+
 
 def make_prompt(branch: int, num_tokens: int) -> np.ndarray:
-    """Token ids: all prompts share a system prompt, those of a family go on together for a while."""
+    """Token ids: all prompts share a system prompt, those of a family go on together for a while; and far back all have
+    the same tokens again, whose rows are others all the same."""
     position = np.arange(num_tokens, dtype=np.int64)
-    of_its_own = np.where(position < _FAMILY_TOKENS, _STRIDE * (1 + branch // _FAMILY), _STRIDE * (100 + branch))
-    return position + np.where(position < _SYSTEM_TOKENS, 0, of_its_own)
+    of_its_own = np.where(position < FAMILY_TOKENS, _STRIDE * (1 + branch // FAMILY), _STRIDE * (100 + branch))
+    alike = (position < _SYSTEM_TOKENS) | (position >= _ALIKE_AGAIN)
+    return position + np.where(alike, 0, of_its_own)
+
+
+def prefix_digests(token_ids: np.ndarray) -> np.ndarray:
+    """16 bits for each token, of all tokens up to it."""
+    return np.cumsum(token_ids * _WEIGHTS[: len(token_ids)]) & 0xFFFF
 
 
 def make_rows(token_ids: np.ndarray, layer: int, space: int, call_id: Any, *, first: int = 0) -> torch.Tensor:
@@ -54,26 +66,33 @@ def make_rows(token_ids: np.ndarray, layer: int, space: int, call_id: Any, *, fi
     fields[:, 2] = space + 1
     fields[:, 3:7] = ids.astype("<u4")[:, None].view(np.uint8)
     fields[:, 7:9] = np.arange(first, len(token_ids), dtype="<u2")[:, None].view(np.uint8)
+    fields[:, 14:16] = prefix_digests(token_ids)[first:].astype("<u2")[:, None].view(np.uint8)
     fields[:, _CALL] = np.broadcast_to(np.asarray(call_id, dtype="<u4"), len(ids))[:, None].copy().view(np.uint8)
     dim, dtype = LAYERS[layer]
     return torch.from_numpy(np.tile(fields, dim // _FIELDS)).to(dtype)
 
 
-def call_ids(rows: torch.Tensor, *, start: int = 0) -> np.ndarray:
-    """Per row the store that wrote its chunk, as the chunk's first row here says."""
-    position = np.arange(start, start + len(rows))
-    first_of_chunk = np.maximum(position - position % CHUNK_SIZE, start) - start
+def call_ids(rows: torch.Tensor) -> np.ndarray:
+    """Per row the store that wrote it, as it says itself."""
     # Whatever stands there, also what no store ever wrote, must come out as some bytes.
-    said = rows[:, _CALL].float().nan_to_num(0, 0, 0).clamp(0, 255).to(torch.uint8).numpy()[first_of_chunk]
+    said = rows[:, _CALL].float().nan_to_num(0, 0, 0).clamp(0, 255).to(torch.uint8).numpy()
     return np.ascontiguousarray(said).view("<u4")[:, 0]
 
 
 def find_wrong(rows: torch.Tensor, token_ids: np.ndarray, layer: int, space: int, *, start: int = 0) -> str:
     """What is wrong with rows of the tokens from `start` on, in words; "" when every one of them is right."""
-    expected = make_rows(token_ids[: start + len(rows)], layer, space, call_ids(rows, start=start), first=start)
+    ids = call_ids(rows)
+    expected = make_rows(token_ids[: start + len(rows)], layer, space, ids, first=start)
     if rows.shape != expected.shape:
         return f"layer {layer} of space {space}: got shape {list(rows.shape)}, expected {list(expected.shape)}"
     if torch.equal(rows.float(), expected.float()):
+        # One client may have given a chunk's rows in several calls; two clients never share one.
+        position = np.arange(start, start + len(rows))
+        first_of_chunk = np.maximum(position - position % CHUNK_SIZE, start) - start
+        clients = ids >> CLIENT_SHIFT
+        mixed = np.flatnonzero(clients != clients[first_of_chunk])
+        if len(mixed):
+            return f"layer {layer} of space {space}: the chunk of token {start + mixed[0]} is of two clients"
         return ""
     wrong = (rows.float() != expected.float()).any(dim=1).nonzero()[:, 0].tolist()
     at = wrong[0]

@@ -6,10 +6,21 @@ import numpy as np
 import pytest
 import torch
 
-from tests.chaos.rows import CHUNK_SIZE, LAYERS, MAX_TOKENS, call_ids, find_mixture, find_wrong, make_prompt, make_rows
+from tests.chaos.rows import (
+    CHUNK_SIZE,
+    CLIENT_SHIFT,
+    LAYERS,
+    MAX_TOKENS,
+    call_ids,
+    find_mixture,
+    find_wrong,
+    make_prompt,
+    make_rows,
+)
 
 START = 5
 PROMPT = make_prompt(3, MAX_TOKENS)
+OTHER = 5 << CLIENT_SHIFT
 
 
 def rows_of(layer: int = 0, *, space: int = 1, call_id: int = 70_000, branch: int = 3) -> torch.Tensor:
@@ -23,7 +34,9 @@ def test_right_rows(layer: int) -> None:
     assert find_wrong(rows, PROMPT, layer, 1, start=START) == ""
     assert find_wrong(rows.float(), PROMPT, layer, 1, start=START) == ""
     boundary = CHUNK_SIZE - START
-    rows[boundary:] = rows_of(layer, call_id=1)[boundary:]  # chunks may well be of different stores
+    rows[boundary:] = rows_of(layer, call_id=OTHER)[boundary:]  # chunks may well be of different clients
+    assert find_wrong(rows, PROMPT, layer, 1, start=START) == ""
+    rows[20:23] = rows_of(layer, call_id=OTHER + 1)[20:23]  # and the rows of one, of different calls
     assert find_wrong(rows, PROMPT, layer, 1, start=START) == ""
 
 
@@ -31,9 +44,10 @@ WRONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "zeros": torch.zeros_like,
     "never written": lambda rows: torch.full_like(rows, float("nan")),
     "of another prompt": lambda _: rows_of(branch=9),
+    "of another prompt, where the tokens are the same": lambda rows: torch.cat([rows[:400], rows_of(branch=9)[400:]]),
     "of another key space": lambda _: rows_of(space=0),
     "at other positions": lambda rows: torch.cat([rows[1:], rows[:1]]),
-    "of two stores in a chunk": lambda rows: torch.cat([rows[:20], rows_of(call_id=1)[20:]]),
+    "of two clients in a chunk": lambda rows: torch.cat([rows[:20], rows_of(call_id=OTHER)[20:]]),
     "of two stores in a row": lambda rows: torch.cat([rows[:, :256], rows_of(call_id=1)[:, 256:]], dim=1),
     "written to by a reader": lambda rows: rows + 1,
 }
@@ -50,6 +64,6 @@ def test_rows_of_another_layer() -> None:
 
 
 def test_layers_of_different_stores() -> None:
-    one, other = (call_ids(rows_of(call_id=number), start=START) for number in (1, 2))
+    one, other = (call_ids(rows_of(call_id=number)) for number in (1, 2))
     assert find_mixture([one, one]) == ""
     assert find_mixture([one, np.concatenate([one[:32], other[32:]])])

@@ -149,6 +149,8 @@ class Blocking:
         value = getattr(self.target, name)
         if name == "kv":
             return Blocking(value, self._loop)
+        if name == "writer":
+            return lambda *args, **kwargs: Blocking(value(*args, **kwargs), self._loop)
         if not inspect.iscoroutinefunction(value):
             return value
 

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 import torch
 
-from hs_cache import session
+from hs_cache import stitching
 from tests.cluster.children import make_rows
 
 
@@ -129,7 +129,7 @@ class StuckWriter:
 
     def store(self, token_ids: Any, rows: Any) -> None:
         """Reserves, then blocks in the copy for ever."""
-        vars(session)["copy_in"] = lambda *_: threading.Event().wait()
+        vars(stitching)["copy_in"] = lambda *_: threading.Event().wait()
         self._cache.store(token_ids, {0: rows})
 
 

@@ -1,6 +1,7 @@
 """What only the asyncio client promises: the loop goes on, and a cancelled call leaves nothing behind."""
 
 import asyncio
+import pickle
 import random
 import threading
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import ray
 import torch
 
 import hs_cache
-from hs_cache import retrieval, router, session
+from hs_cache import retrieval, router, stitching
 from hs_cache import rows as rows_module
 from hs_cache.effects import Call
 from hs_cache.errors import ServiceError
@@ -54,7 +55,7 @@ class Meeting:
 def test_copies_do_not_block_the_loop(large_service: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.arange(TOKENS, dtype=torch.bfloat16)[:, None].expand(TOKENS, DIM)
     writing, reading = Meeting(rows_module.copy_in), Meeting(rows_module.copy_out)
-    monkeypatch.setattr(session, "copy_in", writing)
+    monkeypatch.setattr(stitching, "copy_in", writing)
     monkeypatch.setattr(retrieval, "copy_out", reading)
 
     async def both() -> None:
@@ -152,3 +153,25 @@ def test_a_cancelled_send_returns_only_when_the_rows_have_been_read(monkeypatch:
 
     asyncio.run(cancel())
     assert read == [1]
+
+
+def test_stores_in_the_background_are_carried_out_in_order(large_service: str) -> None:
+    prompts = [[number] * 256 for number in range(20)]
+
+    async def use() -> None:
+        cache = await aconnect(large_service, "background")
+        futures = [cache.store_async(tokens, {0: make_rows(256, tokens[0])}) for tokens in prompts]
+        assert not futures[-1].done()
+        assert (await futures[-1]).stored == 1
+        assert all(future.done() and future.result().stored == 1 for future in futures)
+        for tokens in prompts:
+            assert torch.equal((await cache.retrieve(tokens, 0))[0], make_rows(256, tokens[0]))
+        await cache.close()
+
+    asyncio.run(use())
+    with hs_cache.connect(service=large_service, model="background") as cache:
+        tokens = [99] * 256
+        assert cache.store_async(prompts[0], {0: make_rows(256, 0)}).result(30).present == 1
+        copy = pickle.loads(pickle.dumps(cache))
+        assert copy.store_async(tokens, {0: make_rows(256, 99)}).result(30).stored == 1
+        assert cache.retrieve(tokens, 0).num_tokens == 256

@@ -132,6 +132,15 @@ def test_several_nodes_that_have_a_segment_are_named_in_turn() -> None:
 # Nodes that go
 
 
+def test_each_key_is_found_by_itself() -> None:
+    directory = make_directory(a=(1, 2), b=(2, 5))
+    assert directory.where(blob(1, 9, 5, 1)) == ("a", "", "b", "a")
+    assert directory.where(blob(2))[0] in ("a", "b")
+    assert directory.where(b"") == ()
+    directory.remove("b")
+    assert directory.where(blob(5, 2)) == ("", "a")
+
+
 def test_a_node_that_is_gone_is_not_named_and_what_only_it_had_is_forgotten_in_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

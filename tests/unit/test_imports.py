@@ -21,8 +21,10 @@ ORDER = [
     "messages",
     "pool_file",
     "machine",
+    "devices",
     "rows",
     "planning",
+    "stitching",
     "extents",
     "pinning",
     "shared_pool",
@@ -38,6 +40,7 @@ ORDER = [
     "leases",
     "results",
     "effects",
+    "background",
     "troubles",
     "attachment",
     "retrieval",
@@ -51,7 +54,7 @@ ORDER = [
     "metrics",
     "cli",
 ]
-MAY_IMPORT_RAY = {"router", "refs", "launch", "client", "metrics", "cli"}
+MAY_IMPORT_RAY = {"router", "refs", "writer", "launch", "client", "metrics", "cli"}
 WITHOUT_TORCH = [
     "errors",
     "config",

@@ -418,6 +418,30 @@ class TestPrefixProperty:
         assert len(shorter) == n // chunk_size
         assert shorter.blob == keys.blob[: len(shorter.blob)]
 
+    @pytest.mark.parametrize("save_unfull_chunk", [False, True])
+    def test_a_prefix_that_grows_has_the_keys_of_one_that_was_long_at_once(self, save_unfull_chunk: bool) -> None:
+        spans = [(3, 9, "image"), (20, 1, 7)]
+        for space in (KeySpace(chunk_size=4), KeySpace(chunk_size=4, cache_salt="x")):
+            db, tokens = TokenDatabase(space, save_unfull_chunk=save_unfull_chunk), list(range(30))
+            for first in range(0, 29, 4):
+                known = db.chunk_keys(tokens[:first], mm_spans=spans)
+                for end in range(first, 31):
+                    grown = db.extend_keys(known, tokens[first:end], mm_spans=spans)
+                    assert grown == db.chunk_keys(tokens[:end], mm_spans=spans)
+
+    def test_only_full_chunks_can_be_extended(self) -> None:
+        db = TokenDatabase(KeySpace(chunk_size=4), save_unfull_chunk=True)
+        with pytest.raises(InvalidInputError, match="keys: got 6 tokens in chunks of 4, expected full chunks of 4"):
+            db.extend_keys(db.chunk_keys(range(6)), [1])
+        other = TokenDatabase(KeySpace(chunk_size=8))
+        with pytest.raises(InvalidInputError, match="keys: got 8 tokens in chunks of 8, expected full chunks of 4"):
+            db.extend_keys(other.chunk_keys(range(8)), [1])
+
+    def test_a_slice_of_keys_is_a_list_of_them(self) -> None:
+        keys = make_db(chunk_size=2).chunk_keys(range(9))
+        assert keys[1:] == list(keys)[1:]
+        assert keys[:-1] == list(keys)[:3]
+
 
 class TestTokenIds:
     @pytest.mark.parametrize(

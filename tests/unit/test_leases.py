@@ -112,7 +112,7 @@ def test_collecting_results_and_operations_inside_our_own_locks_blocks_nobody() 
     cache.put(TOKENS)
 
     def abandoned_halfway() -> Any:
-        steps = cache.session.retrieve(TOKENS, 0, 0, None, torch.float32, None, (), 0)
+        steps = cache.session.retrieve(TOKENS, 0, 0, None, torch.float32, None, None, (), 0)
         steps.send(cache.result(next(steps)))  # leased, and about to copy
         return steps
 

@@ -10,7 +10,8 @@ import torch
 from hs_cache.errors import InvalidInputError
 from hs_cache.keys import TokenDatabase
 from hs_cache.messages import LayerSpec
-from hs_cache.planning import check_index, check_keys, check_layers, plan_store
+from hs_cache.planning import check_index, check_keys, check_layers, check_store
+from hs_cache.stitching import HeldRows, Stitcher
 from tests.builders import CHUNK_SIZE, make_keys, make_space
 from tests.direct import BAD_STORES, HIDDEN_DIM, make_rows
 
@@ -25,44 +26,35 @@ def test_a_plan_fills_exactly_the_chunks_of_which_every_row_is_given(save_unfull
     for num_tokens in range(3 * CHUNK_SIZE + 2):
         for offset in range(num_tokens + 1):
             tokens = list(range(100, 100 + num_tokens))
-            plan = plan_store(database, None, tokens, {5: make_rows(tokens[offset:])}, offset)
+            step = check_store(tokens, {5: make_rows(tokens[offset:])}, offset)
+            plans = Stitcher(HeldRows()).plan(database, step)
             cut = num_tokens if save_unfull_chunk else num_tokens - num_tokens % CHUNK_SIZE
             starts = [start for start in range(0, cut, CHUNK_SIZE) if start >= offset]
-            assert plan.num_chunks == len(starts)
-            assert plan.filtered == 0
+            assert sum(plan.num_chunks for plan in plans) == len(starts)
             if starts:
+                (plan,) = plans
                 assert plan.first_token == starts[0]
-                assert torch.equal(plan.rows[5], make_rows(tokens[starts[0] : cut]))
+                flat = make_rows(tokens[starts[0] : cut]).view(torch.uint8).numpy().reshape(-1)
+                assert plan.flat().tobytes() == flat.tobytes()
                 assert plan.nbytes == (cut - starts[0]) * HIDDEN_DIM * 2
                 assert plan.specs == (LayerSpec(5, HIDDEN_DIM, "bfloat16"),)
                 assert len(plan.keys) == -(-cut // CHUNK_SIZE)
 
 
-def test_layers_that_the_configuration_does_not_accept_are_left_out() -> None:
-    tokens = list(range(8))
-    layers = {layer: make_rows(tokens, layer) for layer in (-1, 0, 1)}
-    plan = plan_store(make_database(), (-1, 1), tokens, layers, 0)
-    assert list(plan.rows) == [spec.layer_idx for spec in plan.specs] == [-1, 1]
-    assert plan.filtered == 0
-    nothing = plan_store(make_database(), (), tokens, layers, 0)
-    assert (nothing.rows, nothing.specs, nothing.filtered) == ({}, (), 2)
-
-
 def test_the_plan_takes_what_numpy_calls_an_int() -> None:
-    tokens = np.arange(8)
-    plan = plan_store(make_database(), None, tokens, {np.int64(2): make_rows(range(4, 8))}, np.int32(4))
+    step = check_store(np.arange(8), {np.int64(2): make_rows(range(4, 8))}, np.int32(4))
+    (plan,) = Stitcher(HeldRows()).plan(make_database(), step)
     assert plan.specs == (LayerSpec(2, HIDDEN_DIM, "bfloat16"),)
     assert type(plan.specs[0].layer_idx) is int
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD_STORES.values(), ids=BAD_STORES)
-@pytest.mark.parametrize("accepted", [None, ()], ids=["accepted", "filtered"])
 def test_a_wrong_store_is_refused_and_says_what_came_and_what_was_expected(
-    arguments: Callable[[], tuple[Any, Any, Any]], message: str, accepted: tuple[int, ...] | None
+    arguments: Callable[[], tuple[Any, Any, Any]], message: str
 ) -> None:
     token_ids, layers, token_offset = arguments()
     with pytest.raises(InvalidInputError, match=message) as refused:
-        plan_store(make_database(), accepted, token_ids, layers, token_offset)
+        check_store(token_ids, layers, token_offset)
     assert isinstance(refused.value, ValueError)
 
 

@@ -26,7 +26,7 @@ Buffers = dict[int, torch.Tensor]
 
 def make_ask(out: Any, *, start: int = 0, dtype: torch.dtype | None = None) -> Ask:
     keys = ChunkKeys(b"".join(make_keys(range(NUM_TOKENS))), NUM_TOKENS, CHUNK_SIZE)
-    return check_ask(keys, NUM_TOKENS, LAYERS, start, None, dtype, out)
+    return check_ask(keys, NUM_TOKENS, LAYERS, start, None, dtype, None, out)
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

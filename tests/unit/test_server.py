@@ -568,8 +568,8 @@ def test_plain_calls_that_fail_halfway_hold_nothing(monkeypatch: pytest.MonkeyPa
     node = Node()
     put(node.server)
     before = node.settled()
-    for name in ("copy_in", "copy_out", "copy_flat_in", "flatten_runs"):
-        monkeypatch.setattr(f"hs_cache.server.{name}", broken)
+    for name in ("stitching.copy_in", "server.copy_out", "server.copy_flat_in", "server.flatten_runs"):
+        monkeypatch.setattr(f"hs_cache.{name}", broken)
     with pytest.raises(MemoryError):
         put(node.server, make_tokens("xyz"))
     with pytest.raises(MemoryError):

@@ -1,5 +1,6 @@
 """What a client does where several nodes hold a prefix: pieces are stitched, hints are hints, any node may fail."""
 
+import functools
 import itertools
 import logging
 import pickle
@@ -15,12 +16,12 @@ from hs_cache.errors import InvalidInputError, ServiceError, ServiceTimeoutError
 from hs_cache.results import PrefixHit
 from hs_cache.retrieval import Ask, Piece
 from hs_cache.session import Session
-from tests.builders import CHUNK_SIZE, make_tokens
+from tests import direct
+from tests.builders import make_tokens
 from tests.direct import (
     HIDDEN_DIM,
     Cancelled,
     Clock,
-    Controller,
     DirectCache,
     Fault,
     Node,
@@ -30,7 +31,9 @@ from tests.direct import (
     lost_call,
     lost_reply,
     make_rows,
+    put_part,
     refused,
+    spread,
 )
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfd and /proc are Linux")
@@ -47,23 +50,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def make_nodes(count: int = 3, **settings: Any) -> list[Node]:
-    controller = Controller()
-    return [Node(controller=controller, rpc_timeout_s=TIMEOUT_S, **settings) for _ in range(count)]
-
-
-def put_part(node: Node, prompt: str, first_chunk: int, *layers: int, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Store a prompt from `first_chunk` on, by a writer on that node."""
-    tokens, offset = make_tokens(prompt), first_chunk * CHUNK_SIZE
-    rows = {layer: make_rows(tokens, layer, dtype=dtype)[offset:] for layer in layers or (0,)}
-    assert DirectCache(node).store(tokens, rows, token_offset=offset).failed == 0
-
-
-def spread(nodes: Sequence[Node], *layers: int) -> None:
-    """Chunks a and b on the first node, c and d on the second, e and f on the third; the directory knows."""
-    for node, prompt in zip(nodes, ("ab", "abcd", "abcdef"), strict=True):
-        put_part(node, prompt, len(prompt) - 2, *layers)
-    nodes[0].controller.hear_all()
+make_nodes = functools.partial(direct.make_nodes, rpc_timeout_s=TIMEOUT_S)
 
 
 def check(hit: PrefixHit, layers: Sequence[int] = (0,), start: int = 0, tokens: Sequence[int] = TOKENS) -> None:

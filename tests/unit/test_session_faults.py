@@ -156,7 +156,7 @@ def test_an_operation_that_nobody_drives_to_its_end_holds_nothing() -> None:
     for effects in range(3):
         for steps in (
             cache.session.store(make_tokens("xyz"), {0: make_rows(TOKENS)}, 0, ()),
-            cache.session.retrieve(TOKENS, 0, 0, None, torch.float32, None, (), 0),
+            cache.session.retrieve(TOKENS, 0, 0, None, torch.float32, None, None, (), 0),
         ):
             try:
                 effect = next(steps)
