@@ -42,15 +42,18 @@ class _ThinkerElsewhere(nn.Module):
 class Talker:
     """Runs as a Ray actor of its own."""
 
-    def __init__(self, *, cache: HiddenStateCache, dtype: torch.dtype, num_threads: int) -> None:
+    def __init__(self, *, cache: HiddenStateCache, dtype: torch.dtype, num_threads: int, small: bool = False) -> None:
         torch.set_num_threads(num_threads)
         torch.set_grad_enabled(False)
-        self._model: Any = build_model(dtype=dtype)
+        self._model: Any = build_model(dtype=dtype, small=small)
         self._model.thinker = _ThinkerElsewhere(self._model.thinker.get_input_embeddings())
         self._dtype = dtype
         self._cache = cache
         self._codes: list[torch.Tensor] = []
         self._model.code2wav.register_forward_pre_hook(lambda _, inputs: self._codes.append(inputs[0]))
+        self._inputs: dict[str, torch.Tensor] = {}
+        self._generate_codes = self._model.talker.generate
+        self._model.talker.generate = self._listen
 
     def speak(self, prompt: Prompt, thought: Thought, suffix: Rows, mode: Mode, max_new_codes: int) -> Speech:
         """Say the thinker's reply.
@@ -80,6 +83,26 @@ class Talker:
             waveform=waveform.numpy(),
             row_digests={layer: _digest(layer_rows) for layer, layer_rows in rows.items()},
         )
+
+    def inputs(
+        self, token_ids: tuple[int, ...], reply: tuple[int, ...], rows: dict[int, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """What the stock model makes of the thinker's rows before the talker itself runs.
+
+        Args:
+            token_ids: the prompt.
+            reply: the thinker's answer.
+            rows: layer index to rows ``[len(token_ids) + len(reply) - 1, hidden]`` of the talker's dtype.
+
+        Returns:
+            ``inputs_embeds``, the talker's prompt, and ``trailing_text_hidden``, the text it is still to speak.
+        """
+        self._generate(token_ids, reply, rows, steps=2)  # fewer give the vocoder nothing
+        return {name: self._inputs[name] for name in ("inputs_embeds", "trailing_text_hidden")}
+
+    def _listen(self, **inputs: Any) -> Any:
+        self._inputs = inputs
+        return self._generate_codes(**inputs)
 
     def _prefix(self, prompt: Prompt, num_tokens: int) -> dict[int, torch.Tensor]:
         """Rows of the restored tokens, straight from the cache: the thinker never had them in its hands."""

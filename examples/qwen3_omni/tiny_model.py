@@ -41,7 +41,7 @@ _MULTIMODAL_IDS: Final = {
 }
 
 
-def build_model(*, dtype: torch.dtype, seed: int = 0) -> Qwen3OmniMoeForConditionalGeneration:
+def build_model(*, dtype: torch.dtype, seed: int = 0, small: bool = False) -> Qwen3OmniMoeForConditionalGeneration:
     """Build thinker, talker and vocoder, about 115M parameters; equal arguments give bit-equal weights in any process.
 
     The stock initialisation leaves the talker's experts and routers at zero, so it would hardly listen to its input.
@@ -50,13 +50,16 @@ def build_model(*, dtype: torch.dtype, seed: int = 0) -> Qwen3OmniMoeForConditio
     Args:
         dtype: of the weights; they are drawn in float32 and then rounded.
         seed: of the weights.
+        small: a thinker with fewer layers and smaller experts, for runs in float64.
     """
     # the talker's config warns of M-RoPE settings that its own rotary embedding reads
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    config = tiny_config()
+    config = tiny_config(small=small)
     model: Qwen3OmniMoeForConditionalGeneration = Qwen3OmniMoeForConditionalGeneration._from_config(  # type: ignore[no-untyped-call]
         config, dtype=dtype
     ).eval()
+    if dtype is torch.float64:  # the grouped matrix product of the experts doesn't have it
+        model.set_experts_implementation("eager")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -66,10 +69,10 @@ def build_model(*, dtype: torch.dtype, seed: int = 0) -> Qwen3OmniMoeForConditio
     return model
 
 
-def tiny_config() -> Qwen3OmniMoeConfig:
+def tiny_config(*, small: bool = False) -> Qwen3OmniMoeConfig:
     """The config; every control id lies inside its vocabulary, which the stock defaults would not."""
     return Qwen3OmniMoeConfig(
-        thinker_config=_thinker_config(),
+        thinker_config=_thinker_config(small),
         talker_config=_talker_config(),
         code2wav_config=_vocoder_config(),
         im_start_token_id=IM_START,
@@ -83,13 +86,13 @@ def tiny_config() -> Qwen3OmniMoeConfig:
     )
 
 
-def _thinker_config() -> dict[str, Any]:
+def _thinker_config(small: bool) -> dict[str, Any]:
     return {
         "text_config": {
             "vocab_size": 320,
             "hidden_size": _THINKER_HIDDEN,
-            "num_hidden_layers": 8,
-            "moe_intermediate_size": 1024,
+            "num_hidden_layers": ACCEPT_HIDDEN_LAYER + 1 if small else 8,
+            "moe_intermediate_size": 128 if small else 1024,
             **_attention(heads=8, head_dim=64),
             **_experts(),
         },
