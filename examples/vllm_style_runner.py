@@ -103,7 +103,7 @@ class Runner:
         if restored:
             self._kv.load(blocks[: restored // BLOCK_TOKENS], into=state.kv)
             state.rows.append({layer: hit[layer][:restored] for layer in STORED_LAYERS})
-            state.writer.append(token_ids[:restored], state.rows[0])
+            state.writer.append(token_ids[:restored], state.rows[0], at=0)
         if request.num_restored is None:
             request.num_restored = min(restored, len(request.prompt))
         return restored
@@ -116,7 +116,7 @@ class Runner:
         output, rows = self._model.forward(embeddings, begin, state.kv)
         request.num_computed += count
         state.rows.append(to_bfloat16(rows))
-        state.writer.append(new, state.rows[-1])
+        state.writer.append(new, state.rows[-1], at=begin)
         self._keep_kv(request, begin)
         if not request.num_left:
             request.token_ids.append(self._model.next_token(output))
@@ -319,7 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             {"chunk_size": CHUNK_TOKENS, "max_hidden_state_cpu_size": 0.125},
             model="qwen3-omni-tiny",
             model_revision="seed 0, small, float64 to bfloat16",
-            strict=True,
+            strict=True,  # an example is to fail loudly; an engine goes on without the cache
         )
         if cache is None:
             parser.error("the configuration in the environment says enable_hidden_state_cache: false")

@@ -68,12 +68,11 @@ class Background:
             if self._closed:
                 raise CacheClosedError("the cache is closed; connect() gives a new one")
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=_work, args=(self._jobs,), name="hs_cache-background", daemon=True
-                )
+                thread = threading.Thread(target=_work, args=(self._jobs,), name="hs_cache-background", daemon=True)
+                thread.start()
+                self._thread = thread
                 weakref.finalize(self, self._jobs.put, None).atexit = False
-                _running.add(self)
-                self._thread.start()
+                _running[thread] = self._jobs
             self._jobs.put(_Job(future, run))
         return future
 
@@ -85,28 +84,38 @@ class Background:
         with self._lock:
             self._closed = True
             thread = self._thread
-        try:
-            while True:
-                job = self._jobs.get_nowait()
-                if job is not None and job.future.set_running_or_notify_cancel():
-                    job.future.set_exception(CacheClosedError("the cache was closed before this operation began"))
-        except Empty:
-            self._jobs.put(None)
+        _fail_waiting(self._jobs)
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout_s)
 
 
-_running: "weakref.WeakSet[Background]" = weakref.WeakSet()
+_running: dict[threading.Thread, _Jobs] = {}
+"""Threads that have not ended, also those of objects that are gone."""
 
 
 def _work(jobs: _Jobs) -> None:
-    while (job := jobs.get()) is not None:
-        job.carry_out()
-        del job  # one that was cancelled still has its rows
+    try:
+        while (job := jobs.get()) is not None:
+            job.carry_out()
+            del job  # one that was cancelled still has its rows
+    finally:
+        _running.pop(threading.current_thread(), None)
+
+
+def _fail_waiting(jobs: _Jobs) -> None:
+    """Fail what has not begun, and have the thread end."""
+    try:
+        while True:
+            job = jobs.get_nowait()
+            if job is not None and job.future.set_running_or_notify_cancel():
+                job.future.set_exception(CacheClosedError("the cache was closed before this operation began"))
+    except Empty:
+        jobs.put(None)
 
 
 @atexit.register
 def _close_all() -> None:
     """The interpreter ends daemon threads wherever they are, which inside a driver's C++ may abort the process."""
-    for background in list(_running):
-        background.close(_EXIT_S)
+    for thread, jobs in list(_running.items()):
+        _fail_waiting(jobs)
+        thread.join(_EXIT_S)

@@ -140,7 +140,8 @@ class HiddenStateCache(_Client):
         """`store` in the background, on one thread for this client, in the order of the calls. Returns at once.
 
         Rows must not be written to before the future is done; for those on a GPU, work that its current stream has
-        now may still write them. They may be deleted at any time: they are kept until they are stored. `close` fails
+        now may still write them. Clone what a CUDA graph puts into the same buffer at every replay. Rows may be deleted
+        at any time: they are kept until they are stored, so don't submit faster than a node takes them. `close` fails
         what has not begun by then.
 
         Args:
@@ -286,7 +287,11 @@ class HiddenStateCache(_Client):
 
 
 class AsyncHiddenStateCache(_Client):
-    """`HiddenStateCache` for asyncio, method by method; copies run on a thread, so the event loop is never blocked."""
+    """`HiddenStateCache` for asyncio, method by method; copies run on a thread, so the event loop is never blocked.
+
+    A coroutine takes down the current stream of a GPU when it begins to run: await it within the ``with`` block of its
+    stream, or use `store_async`, which does so when it is called.
+    """
 
     def __init__(self, router: Router, session: Session) -> None:
         super().__init__(router, session)

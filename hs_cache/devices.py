@@ -7,6 +7,7 @@ thread.
 """
 
 import functools
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from hs_cache.errors import InvalidInputError
 
 Cut: TypeAlias = Callable[[int, int], Iterable[tuple[int, int]]]
 """Cuts ``(offset, nbytes)`` of a pool where one copy must not go on; see `hs_cache.shared_pool`'s `copy_pieces`."""
+
+
+_CAPTURE_POLL_S = 0.001
 
 
 class Fence(Protocol):
@@ -88,7 +92,15 @@ class Lane(Protocol):
     pins: bool
 
     def mark(self) -> Any:
-        """Where the calling thread's current stream is now: behind all that it was given so far."""
+        """Where the calling thread's current stream is now: behind all that it was given so far.
+
+        Raises:
+            InvalidInputError: it is capturing a graph, and runs nothing now.
+        """
+        ...
+
+    def on_device(self) -> AbstractContextManager[Any]:
+        """In the ``with`` block, calls to the device's driver are about this device."""
         ...
 
     def reading(self, mark: Any) -> AbstractContextManager[None]:
@@ -105,7 +117,8 @@ class Lane(Protocol):
         ...
 
     def copy_in(self, transfers: Sequence[Transfer], mark: Any) -> Fence:
-        """Begin to copy rows into the pool, behind the mark, beside what its stream is given later. Doesn't block."""
+        """Begin to copy rows into the pool, beside what the mark's stream is given later. Blocks until the mark has
+        come."""
         ...
 
     def copy_out(self, transfers: Sequence[Transfer], mark: Any) -> Fence:
@@ -126,16 +139,33 @@ def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 class _CudaFence:
     def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._device = stream.device
         self._event = _recorded(stream)
 
     def ended(self) -> bool:
         try:
-            return bool(self._event.query())  # type: ignore[no-untyped-call]
-        except RuntimeError:  # a context that has failed runs nothing any more
-            return True
+            with torch.cuda.device(self._device):  # a thread of ours would make a context on the first one
+                return bool(self._event.query())  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            return not is_capture_error(error)  # a context that has failed runs nothing any more
 
     def wait(self) -> None:
-        self._event.synchronize()
+        while True:
+            try:
+                with torch.cuda.device(self._device):
+                    return self._event.synchronize()
+            except RuntimeError as error:
+                if not is_capture_error(error):
+                    raise
+            time.sleep(_CAPTURE_POLL_S)
+
+
+def is_capture_error(error: RuntimeError) -> bool:
+    """Whether CUDA refused a call because some thread is capturing a graph: that says nothing about copies under way.
+
+    The texts of the errors ``cudaErrorStreamCapture*`` (900 to 908) all name the capture.
+    """
+    return "captur" in str(error).lower()
 
 
 class CudaLane:
@@ -149,7 +179,15 @@ class CudaLane:
 
     def mark(self) -> _CudaMark:
         stream = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(stream):
+            if torch.cuda.is_current_stream_capturing():
+                raise InvalidInputError(
+                    f"device: got {self._device}, whose current stream is capturing a CUDA graph; call outside of that"
+                )
         return _CudaMark(stream, _recorded(stream))
+
+    def on_device(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self._device)
 
     @contextmanager
     def reading(self, mark: _CudaMark) -> Iterator[None]:
@@ -165,8 +203,9 @@ class CudaLane:
             return torch.empty(num_rows, hidden_dim, dtype=dtype, device=self._device)
 
     def copy_in(self, transfers: Sequence[Transfer], mark: _CudaMark) -> Fence:
+        # Waited for here and not by the stream, which others use as well: they would wait for the caller's kernels.
+        mark.event.synchronize()
         with _ended_if_it_raises(self._side), torch.cuda.stream(self._side):
-            self._side.wait_event(mark.event)
             for transfer in transfers:
                 transfer.rows.record_stream(self._side)  # its memory may be freed at any time, and is used again later
                 transfer.enqueue_in()
@@ -297,10 +336,12 @@ class Moment:
         lane, mark = self._lanes[device]
         return lane.empty(num_rows, hidden_dim, dtype, mark)
 
-    @property
-    def pins(self) -> bool:
-        """Whether page-locking the pool makes copies faster."""
-        return any(lane.pins for lane, _ in self._lanes.values())
+    def pin(self, pin: Callable[[], None]) -> None:
+        """Call `pin`, which page-locks the pool, if that makes copies to or from these devices faster."""
+        for lane, _ in self._lanes.values():
+            if lane.pins:
+                with lane.on_device():
+                    return pin()
 
     @contextmanager
     def reading(self) -> Iterator[None]:

@@ -170,8 +170,8 @@ class Copies:
     def run(self, pieces: Sequence[Piece]) -> None:
         """Copy; blocks until the last row is there, but for copies from a pool to a device: those are begun."""
         for piece in pieces:
-            if piece.pool is not None and self._moment.pins:
-                piece.pool.pin_once()
+            if piece.pool is not None:
+                self._moment.pin(piece.pool.pin_once)
         for spec in self._specs:
             for piece in pieces:
                 self._copy(piece, spec, self.targets[spec.layer_idx])

@@ -206,13 +206,15 @@ class Session:
             self._requests[request_id] = request
             return request
 
-    def append(self, request: RequestRows, new_token_ids: Any, layers: Any) -> Steps[StoreResult]:
+    def append(self, request: RequestRows, new_token_ids: Any, layers: Any, at: Any = None) -> Steps[StoreResult]:
         """See `hs_cache.PrefixWriter.append`."""
         self._check_usable()
         tokens = normalise_token_ids(new_token_ids)
         if not isinstance(layers, Mapping):
             raise InvalidInputError(f"layers: got {type(layers).__name__}, expected {{layer_idx: rows}}")
         rows = self._accepted(check_layer_rows(layers, len(tokens), at_most=True))
+        if at is not None and check_index("at", at) != request.num_tokens:
+            raise InvalidInputError(f"at: got {at}, expected {request.num_tokens}, the tokens that the writer has")
         moment = Moment(given.device for given in rows.values())
         if (lost := request.lost) is not None:  # it could not be had when the request was preempted
             yield from self._restore(request, lost)
@@ -751,8 +753,7 @@ def _let_go(held: HeldPieces, end: Callable[[], None] | None) -> None:
 
 
 def _copy_in(plan: StorePlan, mapping: PoolMapping, runs: Sequence[Run], moment: Moment) -> None:
-    if moment.pins:
-        mapping.pin_once()
+    moment.pin(mapping.pin_once)
     plan.copy_into(mapping.write_view(), runs, moment, mapping.copy_pieces)
 
 

@@ -280,6 +280,8 @@ class HeldRows:
 
     def watch(self, owner: object, chunk: list[OpenChunk]) -> None:
         """Let the one chunk in a list go when its owner is collected."""
+        with self.lock:
+            self._forget_gone()
         weakref.finalize(owner, self._gone.put, chunk).atexit = False
 
     def use(self, chunk: OpenChunk, lost: Callable[[OpenChunk], None] | None = None) -> None:
@@ -565,7 +567,7 @@ class RequestRows:
                 return self._lost
             position, end = divmod(num_tokens, self._size)
             first, end_of_chunk = position * self._size, (position + 1) * self._size
-            keys, was_stored = self._keys, position < len(self._keys)
+            keys, was_stored, pending = self._keys, position < len(self._keys), self._lost
             self._keys = ChunkKeys(keys.blob[: position * KEY_BYTES], first, self._size)
             stored = tuple(
                 layer for layer, stop in self._ends.items() if self._starts[layer] <= first and stop >= end_of_chunk
@@ -583,6 +585,8 @@ class RequestRows:
             if end and was_stored and stored:
                 keys = ChunkKeys(keys.blob[: (position + 1) * KEY_BYTES], end_of_chunk, self._size)
                 self._lost = Lost(chunk, keys, stored, first, num_tokens)
+            elif end and pending is not None and pending.start == first:  # it could not be had the last time
+                self._lost = replace(pending, chunk=chunk, stop=num_tokens)
             elif chunk.nbytes:
                 self._held.use(chunk)
             return self._lost

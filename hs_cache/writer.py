@@ -46,7 +46,7 @@ class PrefixWriter(_Writer):
     ) -> None:
         self.abort()
 
-    def append(self, new_token_ids: TokenIds, layers: Mapping[int, Any]) -> StoreResult:
+    def append(self, new_token_ids: TokenIds, layers: Mapping[int, Any], *, at: int | None = None) -> StoreResult:
         """Continue the prompt by a step of any size, down to one token, or none.
 
         Blocks for two round trips when a chunk becomes complete, and else for a copy of the rows at most. Rows on a GPU
@@ -57,6 +57,9 @@ class PrefixWriter(_Writer):
             layers: layer_idx → their rows ``[len(new_token_ids), hidden_dim]``, as `HiddenStateCache.store` takes them.
                 A layer with fewer rows, or none, ends there: what is given for it later is left out. A layer may start
                 later than others.
+            at: the position of the first of these tokens. Where it isn't `num_tokens`, the step is refused: the output
+                of a step that was under way when its request was preempted belongs nowhere any more. Without it, the
+                caller answers for the order.
 
         Returns:
             What became of the chunks that this step completed; each layer set counts as in `HiddenStateCache.store`.
@@ -64,8 +67,11 @@ class PrefixWriter(_Writer):
         Raises:
             InvalidInputError: an argument is wrong; nothing was changed.
             CacheClosedError: the writer was finished or aborted, or the cache closed.
+
+            After any other exception, and after a cancellation, `num_tokens` says whether the step counts; a chunk that
+            was being stored may then be missing.
         """
-        return self._router.run(self._session.append(self._request, new_token_ids, layers))
+        return self._router.run(self._session.append(self._request, new_token_ids, layers, at))
 
     def finish(self, save_tail: bool = False) -> StoreResult:
         """The request has ended. Idempotent.
@@ -108,9 +114,9 @@ class AsyncPrefixWriter(_Writer):
     ) -> None:
         await self.abort()
 
-    async def append(self, new_token_ids: TokenIds, layers: Mapping[int, Any]) -> StoreResult:
+    async def append(self, new_token_ids: TokenIds, layers: Mapping[int, Any], *, at: int | None = None) -> StoreResult:
         """See `PrefixWriter.append`."""
-        return await self._router.arun(self._session.append(self._request, new_token_ids, layers))
+        return await self._router.arun(self._session.append(self._request, new_token_ids, layers, at))
 
     async def finish(self, save_tail: bool = False) -> StoreResult:
         """See `PrefixWriter.finish`."""

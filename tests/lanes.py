@@ -6,7 +6,7 @@ undone, whatever the caller does meanwhile.
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from queue import SimpleQueue
 
 import torch
@@ -106,6 +106,9 @@ class DeferredLane:
         yield
 
     writing = reading
+
+    def on_device(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def empty(self, num_rows: int, hidden_dim: int, dtype: torch.dtype, mark: Done) -> torch.Tensor:
         return torch.full((num_rows, hidden_dim), 99, dtype=torch.float32).to(dtype)

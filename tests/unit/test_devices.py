@@ -16,7 +16,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from hs_cache import pinning, shared_pool
+from hs_cache import devices, pinning, shared_pool
 from hs_cache.background import Background
 from hs_cache.client import AsyncHiddenStateCache, HiddenStateCache
 from hs_cache.devices import LANES, Flight, Moment, check_device, lane_of
@@ -845,3 +845,43 @@ def test_collecting_the_tests_for_a_gpu_needs_neither_ray_nor_pydantic() -> None
         assert code == 0, code
     """)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_thread_that_can_not_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    background, start = Background(), threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start"):
+        background.submit(lambda: 1)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert background.submit(lambda: 2).result(20) == 2
+    background.close()
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_interpreter_waits_for_what_is_under_way(kept: bool) -> None:
+    script = """
+        import threading
+        from hs_cache.background import Background
+        background, begun = Background(), threading.Event()
+        def work():
+            begun.set()
+            threading.Event().wait(0.5)
+            print("done", flush=True)
+        background.submit(work)
+        begun.wait(20)
+    """
+    done = run_script(script if kept else script.rstrip() + "\n        del background\n")
+    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+
+
+def test_a_call_that_a_graph_capture_refuses_says_nothing_about_copies() -> None:
+    for text, is_one in (
+        ("CUDA error: operation not permitted when stream is capturing", True),
+        ("CUDA error: operation would make the legacy stream depend on a capturing blocking stream", True),
+        ("CUDA error: an illegal memory access was encountered", False),
+    ):
+        assert devices.is_capture_error(RuntimeError(text)) is is_one

@@ -540,6 +540,40 @@ def test_a_preemption_whose_fetch_failed_is_made_good(cache: DirectCache) -> Non
         writer.finish()
 
 
+def test_preempted_twice_while_the_node_is_away(cache: DirectCache) -> None:
+    writer = Writer(cache)
+    writer.append(range(12))
+    for num_tokens in (11, 9):
+        cache.faults[0] = lost_call
+        writer.preempt(num_tokens)
+    writer.append([50, 51, 52])
+    assert found(cache, writer.tokens) == 12
+
+
+def test_a_step_that_says_where_it_begins_is_stored_only_there(cache: DirectCache) -> None:
+    request = cache.session.open_request("r", ())
+    rows = {0: prefix_rows(range(8))}
+
+    def append(first: int, end: int, at: Any) -> StoreResult:
+        part = {layer: given[first:end] for layer, given in rows.items()}
+        return cache.run(cache.session.append(request, range(first, end), part, at))
+
+    append(0, 6, 0)
+    cache.run(cache.session.preempt(request, 0))
+    with pytest.raises(InvalidInputError, match="at: got 6, expected 0, the tokens that the writer has"):
+        append(6, 8, 6)  # the output of a step that was under way
+    with pytest.raises(InvalidInputError, match="at: got 'x', expected an int"):
+        append(0, 2, "x")
+    assert append(0, 8, 0).num_chunks == 2
+
+
+def test_writers_that_have_ended_leave_nothing(cache: DirectCache) -> None:
+    for _ in range(50):
+        Writer(cache).append(range(4))
+    gc.collect()
+    assert cache.session._held._gone.qsize() < 50
+
+
 def test_preempted_where_the_stored_chunk_is_gone_costs_that_chunk(cache: DirectCache, node: Node) -> None:
     writer = Writer(cache)
     writer.append(range(8))
