@@ -20,6 +20,7 @@ from tests.chaos.rows import (
     FAMILY,
     FAMILY_TOKENS,
     LAYERS,
+    RESUMED,
     ROW_BYTES,
     call_ids,
     find_mixture,
@@ -172,7 +173,7 @@ class _Stream:
                 if writer.num_tokens <= FAMILY_TOKENS:  # it goes on with other tokens
                     family = operation.branch // FAMILY * FAMILY
                     prompt = make_prompt(chance.randrange(family, family + FAMILY), operation.num_tokens)
-                    call_id = next(self._call_ids)
+                call_id = next(self._call_ids) | RESUMED
         await self._call(writer.abort if operation.write else writer.finish, limit_s=self._rpc_timeout_s)
 
     async def do_plan(self, operation: Operation) -> None:

@@ -38,6 +38,10 @@ _CALL = slice(10, 14)
 CLIENT_SHIFT = 20
 """The bits of a call's id behind these are its client's."""
 
+RESUMED = 1 << 17
+"""A bit in the ids of calls that go on where a request was preempted: the rows before them are from the cache, and so
+maybe another client's."""
+
 
 def make_prompt(branch: int, num_tokens: int) -> np.ndarray:
     """Token ids: all prompts share a system prompt, those of a family go on together for a while; and far back all have
@@ -86,11 +90,11 @@ def find_wrong(rows: torch.Tensor, token_ids: np.ndarray, layer: int, space: int
     if rows.shape != expected.shape:
         return f"layer {layer} of space {space}: got shape {list(rows.shape)}, expected {list(expected.shape)}"
     if torch.equal(rows.float(), expected.float()):
-        # One client may have given a chunk's rows in several calls; two clients never share one.
+        # One client may have given a chunk's rows in several calls; two clients share one only where one has resumed.
         position = np.arange(start, start + len(rows))
         first_of_chunk = np.maximum(position - position % CHUNK_SIZE, start) - start
         clients = ids >> CLIENT_SHIFT
-        mixed = np.flatnonzero(clients != clients[first_of_chunk])
+        mixed = np.flatnonzero((clients != clients[first_of_chunk]) & (ids & RESUMED == 0))
         if len(mixed):
             return f"layer {layer} of space {space}: the chunk of token {start + mixed[0]} is of two clients"
         return ""

@@ -11,6 +11,7 @@ from tests.chaos.rows import (
     CLIENT_SHIFT,
     LAYERS,
     MAX_TOKENS,
+    RESUMED,
     call_ids,
     find_mixture,
     find_wrong,
@@ -37,6 +38,8 @@ def test_right_rows(layer: int) -> None:
     rows[boundary:] = rows_of(layer, call_id=OTHER)[boundary:]  # chunks may well be of different clients
     assert find_wrong(rows, PROMPT, layer, 1, start=START) == ""
     rows[20:23] = rows_of(layer, call_id=OTHER + 1)[20:23]  # and the rows of one, of different calls
+    assert find_wrong(rows, PROMPT, layer, 1, start=START) == ""
+    rows[25:] = rows_of(layer, call_id=70_000 | RESUMED)[25:]  # or what follows rows that were taken from the cache
     assert find_wrong(rows, PROMPT, layer, 1, start=START) == ""
 
 
