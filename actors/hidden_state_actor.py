@@ -31,7 +31,6 @@ from hs_cache.messages import (
     LocationBatch,
     NodeStatistics,
     PlanReply,
-    PlanRequest,
     PublishReply,
     ReserveReply,
     ReserveRequest,
@@ -187,9 +186,9 @@ class HiddenStateActor:
         """See `CacheServer.lease`."""
         return self._server.lease(request)
 
-    def plan(self, request: PlanRequest) -> PlanReply:
+    def plan(self, request: LeaseRequest, keep: bool) -> PlanReply:
         """See `CacheServer.plan`."""
-        return self._server.plan(request)
+        return self._server.plan(request, keep)
 
     def explain(self, request: ExplainRequest) -> ExplainReply:
         """See `CacheServer.explain`."""

@@ -179,21 +179,6 @@ class LeaseReply:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanRequest:
-    """How far `keys` can be had, in all of `layers` and in each. With `hold`, until `hold_id` is released."""
-
-    incarnation: bytes
-    client_id: bytes
-    hold_id: int
-    keys: bytes
-    num_tokens: int
-    layers: tuple[int, ...]
-    timeout_s: float
-    hold: bool
-    releases: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class PlanReply:
     """`num_tokens` of the prefix have KV and every layer; `held` if that was asked for, and not too much is already.
 

@@ -30,7 +30,6 @@ from hs_cache.messages import (
     LeaseRequest,
     NodeStatistics,
     PlanReply,
-    PlanRequest,
     ReserveReply,
     ReserveRequest,
 )
@@ -143,8 +142,8 @@ class CacheServer:
         with self._granting(request) as hold:
             return self._lease(hold, request)
 
-    def plan(self, request: PlanRequest) -> PlanReply:
-        """How far a prefix can be had; with ``request.hold`` it is leased until the client releases it. Moves no rows.
+    def plan(self, request: LeaseRequest, keep: bool) -> PlanReply:
+        """How far a prefix can be had; with `keep` it is leased until the client releases it. Moves no rows.
 
         Blocks for the KV side as `lease` does, which it asks once.
 
@@ -162,7 +161,7 @@ class CacheServer:
                 kv_local = (*found.kv_local, *survey.kv_local[len(found.keys) :])
                 presence = self._kv.ask(names, kv_local, request.timeout_s * _KV_SHARE_OF_DEADLINE)
                 granted = self._store.settle(hold, presence[: len(found.keys)])
-                held = request.hold and not granted.must_copy
+                held = keep and not granted.must_copy
             finally:
                 if not held:
                     self._store.end(hold)
@@ -370,7 +369,7 @@ class CacheServer:
             raise StaleIncarnationError("this client is not attached here, or counted as gone")
 
     @contextmanager
-    def _granting(self, request: ReserveRequest | LeaseRequest | PlanRequest) -> Iterator[HoldId]:
+    def _granting(self, request: ReserveRequest | LeaseRequest) -> Iterator[HoldId]:
         """The id under which a client gets what it asks for here; nothing when it turns out to be gone."""
         self._check_attached(request.incarnation, request.client_id)
         self._store.release(request.client_id, request.releases)
@@ -397,7 +396,7 @@ class CacheServer:
         key_space = KeySpace(**space, chunk_size=self._config.chunk_size)
         return TokenDatabase(key_space, save_unfull_chunk=self._config.save_unfull_chunk)
 
-    def _checked_keys(self, request: ReserveRequest | LeaseRequest | PlanRequest | ExplainRequest) -> ChunkKeys:
+    def _checked_keys(self, request: ReserveRequest | LeaseRequest | ExplainRequest) -> ChunkKeys:
         return ChunkKeys(request.keys, request.num_tokens, self._config.chunk_size)
 
     def _check_first_chunk(self, first_chunk: int, keys: Sequence[ChunkKey]) -> None:

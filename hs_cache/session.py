@@ -36,7 +36,6 @@ from hs_cache.messages import (
     LeaseRequest,
     NodeStatistics,
     PlanReply,
-    PlanRequest,
     ReserveRequest,
     Run,
 )
@@ -584,15 +583,7 @@ class Session:
         if link.mapping is None:
             found = yield from self._find_on(link, ask, budget)
             return (yield from self._fetched(ask, found, budget))
-        request = LeaseRequest(
-            incarnation=link.incarnation,
-            client_id=self._process.client_id,
-            hold_id=self._process.next_id(),
-            keys=ask.keys.blob,
-            num_tokens=ask.keys.num_tokens,
-            layers=ask.layers,
-            timeout_s=budget.left_s,
-        )
+        request = self._lease_request(link, ask, budget)
         copying: Work | None = None
         copied: Copies | None = None
         releaser, mapping = self._process.releaser, link.mapping
@@ -654,9 +645,11 @@ class Session:
     def _rows_of(self, ask: Ask, found: Gathered, budget: Budget) -> Steps[Gathered]:
         """The rows of what was found; where those of a plan are lost, what others have instead."""
         found = yield from self._gatherer.fetch(ask, found, budget)
+        if found.lost is None:
+            return found
         with self._lock:
             plans = [held for held in self._plans if any(piece.ref is found.lost for piece in held.pieces)]
-        if found.lost is not None and plans:
+        if plans:
             for held in plans:
                 held.lose(found.lost)
             found = yield from self._gatherer.find(ask, replace(found, lost=None), budget)
@@ -667,19 +660,10 @@ class Session:
         if link.mapping is None:
             found = yield from self._find_on(link, ask, budget)
             return self._coverage(ask, hold, found)
-        request = PlanRequest(
-            incarnation=link.incarnation,
-            client_id=self._process.client_id,
-            hold_id=self._process.next_id(),
-            keys=ask.keys.blob,
-            num_tokens=ask.keys.num_tokens,
-            layers=ask.layers,
-            timeout_s=budget.left_s,
-            hold=hold,
-        )
+        request = self._lease_request(link, ask, budget)
         give_up = partial(self._process.releaser.end, link.incarnation, (request.hold_id,))
         try:
-            reply: PlanReply = yield from self._with_releases(link, "plan", request, budget)
+            reply: PlanReply = yield from self._with_releases(link, "plan", request, budget, hold)
             node_id = link.located.peer.node_id
             own = Piece(reply.specs, 0, reply.num_tokens, (), node_id=node_id)
             found = Gathered((own,) if reply.num_tokens else (), reply.ended_by, reply.alone, node_id)
@@ -733,12 +717,23 @@ class Session:
         self._count(zero_copy_total=len(shared), copied_total=len(copied.targets))
         return make_hit(ask, found.pieces[-1].end, found.ended_by, shared | copied.targets)
 
-    def _with_releases(self, link: Link, method: str, request: Any, budget: Budget) -> Steps[Any]:
+    def _lease_request(self, link: Link, ask: Ask, budget: Budget) -> LeaseRequest:
+        return LeaseRequest(
+            incarnation=link.incarnation,
+            client_id=self._process.client_id,
+            hold_id=self._process.next_id(),
+            keys=ask.keys.blob,
+            num_tokens=ask.keys.num_tokens,
+            layers=ask.layers,
+            timeout_s=budget.left_s,
+        )
+
+    def _with_releases(self, link: Link, method: str, request: Any, budget: Budget, *more: Any) -> Steps[Any]:
         """A call that also carries what has ended, so that memory is free again before more is asked for."""
         releases: tuple[int, ...] = ()
         try:
             releases = self._process.releaser.take(link.incarnation)
-            reply = yield Call(link.located.peer, method, (replace(request, releases=releases),), budget.left_s)
+            reply = yield Call(link.located.peer, method, (replace(request, releases=releases), *more), budget.left_s)
         except BaseException:
             self._process.releaser.end(link.incarnation, releases)
             raise

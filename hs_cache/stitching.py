@@ -375,11 +375,13 @@ class Stitcher:
         used: list[tuple[OpenChunk, _Place]] = []
         with self._held.lock:
             for position in step.edges(size):
-                place, common = self._siblings(database, keys, position, step)
                 first, rows = step.rows_of(position, size)
                 if not any(map(len, rows.values())):
                     continue
-                own = edges[position] = self._take(step, position, size, common)
+                tokens, spans = step.of_chunk(position, size)
+                place = _parent(database, keys, position), int(tokens[0])
+                common = self._siblings(place, tokens, spans, position * size)
+                own = edges[position] = self._take(tokens, spans, size, common, first, rows)
                 used.append((own, place))
                 for chunk in common.keys() - {own}:
                     before = chunk.complete(size)
@@ -388,7 +390,7 @@ class Stitcher:
                     used.append((chunk, place))
                     new = {layer: given for layer, given in chunk.complete(size).items() if layer not in before}
                     if new:
-                        others.append(_plan_alone(database, keys, position, chunk, new))
+                        others.append(replace(_plan_alone(database, keys, position, chunk, new), aside=True))
             plans, more = cut(database, step, keys, edges)
             # Only now: what is given up may be what the step has completed, whose rows the plans have.
             for chunk, place in used:
@@ -412,22 +414,24 @@ class Stitcher:
                         else:
                             self._lose(chunk)
 
-    def _siblings(
-        self, database: TokenDatabase, keys: ChunkKeys, position: int, step: Step
-    ) -> tuple["_Place", dict[OpenChunk, int]]:
-        """The open chunks at that position that begin as the step's does, and how far they go the same way."""
-        size = keys.chunk_size
-        tokens, spans = step.of_chunk(position, size)
-        place = _parent(database, keys, position), int(tokens[0])
-        common = {chunk: chunk.common(tokens, spans, position * size) for chunk in self._open.get(place, ())}
-        return place, {chunk: length for chunk, length in common.items() if length}
+    def _siblings(self, place: "_Place", tokens: Tokens, spans: frozenset[MMSpan], first: int) -> dict[OpenChunk, int]:
+        """The open chunks that begin as the step's does, which starts at token `first`, and how far they go the same
+        way."""
+        common = {chunk: chunk.common(tokens, spans, first) for chunk in self._open.get(place, ())}
+        return {chunk: length for chunk, length in common.items() if length}
 
-    def _take(self, step: Step, position: int, size: int, common: Mapping[OpenChunk, int]) -> OpenChunk:
+    def _take(
+        self,
+        tokens: Tokens,
+        spans: frozenset[MMSpan],
+        size: int,
+        common: Mapping[OpenChunk, int],
+        first: int,
+        rows: Mapping[int, torch.Tensor],
+    ) -> OpenChunk:
         """The open chunk that goes the step's way, with the step's rows in it; a new one if there is none."""
-        tokens, spans = step.of_chunk(position, size)
         same = [chunk for chunk, length in common.items() if length == min(len(tokens), len(chunk.tokens))]
         own = max(same, key=lambda chunk: common[chunk]) if same else OpenChunk(size)
-        first, rows = step.rows_of(position, size)
         if own.is_given_up and not first:  # the prompt is computed anew
             self._lose(own)
             own = OpenChunk(size)
@@ -555,9 +559,7 @@ class RequestRows:
             if not rows:
                 return []
             short = TokenDatabase(self._database.space, save_unfull_chunk=True)
-            keys = short.extend_keys(self._keys, self._chunk.tokens, mm_spans=self._spans)
-            specs = tuple(spec_of(layer, given) for layer, given in rows.items())
-            return [StorePlan(keys, len(self._keys), specs, (Source(self._keys.num_tokens, rows),))]
+            return [_plan_alone(short, self._keys, len(self._keys), self._chunk, rows)]
 
     def preempt(self, num_tokens: int) -> "Lost | None":
         """Keep only that many tokens. Returns the rows that the open chunk needs for that and that were stored already;
@@ -664,7 +666,7 @@ def cut(
         rows = _only(step, chunk.complete(size))
         if end > num_tokens:
             if rows:  # its tail came before its head
-                more.append(replace(_plan_alone(database, keys, position, chunk, rows), aside=False))
+                more.append(_plan_alone(database, keys, position, chunk, rows))
             short = _only(step, chunk.complete(num_tokens - first)) if database.save_unfull_chunk else {}
             rows, end = {layer: given for layer, given in short.items() if layer not in rows}, num_tokens
         done.append(_Done(position, end, rows, False))
@@ -691,7 +693,7 @@ def _plan_alone(
 ) -> StorePlan:
     specs = tuple(spec_of(layer, given) for layer, given in rows.items())
     source = Source(position * keys.chunk_size, rows)
-    return StorePlan(_keys_to(database, keys, position, chunk), position, specs, (source,), aside=True)
+    return StorePlan(_keys_to(database, keys, position, chunk), position, specs, (source,))
 
 
 @dataclass(frozen=True, slots=True)
