@@ -19,6 +19,7 @@ from ray.exceptions import ActorDiedError
 
 from hs_cache.config import CacheConfig
 from hs_cache.errors import PoolTooLargeError, ServiceError
+from hs_cache.keys import KVNames
 from hs_cache.machine import require_headroom
 from hs_cache.messages import (
     AttachReply,
@@ -49,6 +50,9 @@ _SERVER, _PICKLED_ROWS = "hs_cache.server:CacheServer", "hs_cache.rows:PickledRo
 ROWS = "rows"
 """The concurrency group of calls that wait for the object store, so that they don't take the threads of all others."""
 
+_SOURCE_SHARE = 0.8
+"""Part of a KV check's time that its source may take: one that hangs is then an answer, *unknown*, and not silence."""
+
 _SWEEP_PERIOD_S = 1.0
 _HEADROOM_WAIT_S = 10.0
 
@@ -67,10 +71,11 @@ class RayKVPresence:
         self._lock = threading.Lock()
         self._notes: list[Any] = []
 
-    def presence(self, keys: bytes, timeout_s: float) -> Sequence[int]:
+    def presence(self, names: KVNames, timeout_s: float) -> Sequence[int]:
         """Blocks for one actor call, up to `timeout_s`."""
+        asked = self._actor.presence.remote(names.blob, names.tags, timeout_s * _SOURCE_SHARE)
         try:
-            answer: bytes = ray.get(self._actor.presence.remote(keys), timeout=timeout_s)
+            answer: bytes = ray.get(asked, timeout=timeout_s)
         except ActorDiedError:
             self._is_gone = True
             raise
@@ -83,9 +88,9 @@ class RayKVPresence:
                 self._actor = self._find()
                 self._is_gone = False
 
-    def note_stored(self, keys: bytes) -> None:
+    def note_stored(self, names: bytes, engine: str) -> None:
         """Sends a call, and remembers it for `settle_notes`."""
-        note = self._actor.note_stored.remote(keys)
+        note = self._actor.note_stored.remote(names, engine)
         with self._lock:
             self._notes.append(note)
 

@@ -492,6 +492,8 @@ def connect(
     lora_id: str = "",
     cache_salt: str = "",
     shard: str = "",
+    engine: str = "",
+    kv_tags: Mapping[str, str] | None = None,
     strict: bool = False,
 ) -> HiddenStateCache | None:
     """Join the service of this Ray cluster, or start it on this cluster's nodes. Blocks until it answers.
@@ -504,6 +506,9 @@ def connect(
         service: its name, of letters, digits, ``-``, ``_`` and ``.``.
         model, model_revision, lora_id, cache_salt, shard: what must match, besides tokens and spans, for prefixes to be
             shared.
+        engine: which engine this client belongs to, any name, where a node has several: its stores and KV reports are
+            that engine's, and what one evicts counts as absent only when no other has it.
+        kv_tags: with ``kv_source: lmcache``, the tags (``lmcache.tag.*``) under which the engine keeps the KV.
         strict: raise `ServiceError` where trouble with the service would count as a miss or a failed store.
 
     Returns:
@@ -516,7 +521,8 @@ def connect(
         ServiceError: the service can't be reached or started.
         PoolTooLargeError: a node has less memory than ``max_hidden_state_cpu_size``.
     """
-    connected = _connect(config, service, _space(model, model_revision, lora_id, cache_salt, shard), strict)
+    space = _space(model, model_revision, lora_id, cache_salt, shard)
+    connected = _connect(config, service, Session(space, strict=strict, engine=engine, kv_tags=kv_tags))
     return HiddenStateCache(*connected) if connected else None
 
 
@@ -529,11 +535,14 @@ async def aconnect(
     lora_id: str = "",
     cache_salt: str = "",
     shard: str = "",
+    engine: str = "",
+    kv_tags: Mapping[str, str] | None = None,
     strict: bool = False,
 ) -> AsyncHiddenStateCache | None:
     """See `connect`. Where Ray isn't initialised yet this happens on a thread, and Ray leaves SIGTERM alone then."""
     space = _space(model, model_revision, lora_id, cache_salt, shard)
-    connected = await asyncio.to_thread(_connect, config, service, space, strict)
+    session = Session(space, strict=strict, engine=engine, kv_tags=kv_tags)
+    connected = await asyncio.to_thread(_connect, config, service, session)
     return AsyncHiddenStateCache(*connected) if connected else None
 
 
@@ -547,10 +556,9 @@ def _space(model: str, model_revision: str, lora_id: str, cache_salt: str, shard
     }
 
 
-def _connect(config: Any, service: str, space: dict[str, str], strict: bool) -> tuple[Router, Session] | None:
+def _connect(config: Any, service: str, session: Session) -> tuple[Router, Session] | None:
     wanted = CacheConfig.load(config)
     check_service(service)
-    session = Session(space, strict=strict)
     if wanted.is_set("enable_hidden_state_cache") and not wanted.enable_hidden_state_cache:
         return None
     if not ray.is_initialized():

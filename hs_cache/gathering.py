@@ -229,8 +229,10 @@ class Gatherer:
         return explained
 
     def _explained_by(self, node_id: str, ask: Ask, positions: Sequence[int], budget: Budget) -> Steps[dict[int, str]]:
-        keys = b"".join(ask.keys[position] for position in positions)
-        request = ExplainRequest(keys, len(positions) * ask.keys.chunk_size, ask.layers, budget.left_s)
+        keys, kv = b"".join(ask.keys[position] for position in positions), ask.keys.kv
+        request = ExplainRequest(
+            keys, len(positions) * ask.keys.chunk_size, ask.layers, budget.left_s, kv.pick(positions) if kv else None
+        )
         try:
             peer = yield Find(node_id, budget.left_s)
             reply: ExplainReply = yield Call(peer, "explain", (request,), budget.left_s)
@@ -292,12 +294,14 @@ class Gatherer:
 
     def _begin(self, ask: Ask, share: Share, budget: Budget) -> Steps[Sequence[Any] | ServiceError]:
         """Refs to the reply and to the rows, or why there are none."""
+        keys = ask.keys.first(share.end)
         request = LeaseRequest(
             incarnation=b"",  # nothing is held for this client, so it needs no address either
             client_id=b"",
             hold_id=0,
-            keys=ask.keys.blob[: share.end * KEY_BYTES],
-            num_tokens=ask.keys.tokens_before(share.end),
+            keys=keys.blob,
+            num_tokens=keys.num_tokens,
+            kv=keys.kv,
             layers=ask.layers,
             timeout_s=budget.left_s,
             first_chunk=share.first,

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import index
-from typing import Any, NewType, Protocol, TypeAlias, overload
+from typing import Any, NamedTuple, NewType, Protocol, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,8 @@ __all__ = [
     "ChunkKeys",
     "ExtraKeys",
     "IntTensor",
+    "KVNames",
+    "KVNaming",
     "KeySpace",
     "MMSpan",
     "TokenDatabase",
@@ -118,6 +120,39 @@ class KeySpace:
         object.__setattr__(self, "fingerprint", hashlib.sha256(b"".join(parts)).digest()[:KEY_BYTES])
 
 
+class KVNaming(Protocol):
+    """How a KV source names chunks which doesn't know our keys; see `hs_cache.kv_names`. Stateless."""
+
+    def names(self, known: bytes, tokens: npt.NDArray[np.int64], mm_spans: Sequence[MMSpan], chunk_size: int) -> bytes:
+        """16 bytes per chunk of `tokens`, which begin behind the chunks that have the names `known`.
+
+        Args:
+            known: 16 bytes per chunk before, b"" at the start of a prompt.
+            tokens: little-endian, in whole chunks, of which the last may be short.
+            mm_spans: of the whole prompt, checked, by their start.
+            chunk_size: tokens per chunk.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class KVNames:
+    """What a KV source calls the chunks of a prefix, beside their keys.
+
+    Attributes:
+        blob: 16 bytes per chunk, in order.
+        tags: names and values that this source keeps beside chunks, such as LMCache's request tags.
+    """
+
+    blob: bytes
+    tags: tuple[tuple[str, str], ...] = ()
+
+    def pick(self, chunks: Iterable[int]) -> "KVNames":
+        """The names of some of the chunks, in that order."""
+        starts = (chunk * KEY_BYTES for chunk in chunks)
+        return KVNames(b"".join(self.blob[start : start + KEY_BYTES] for start in starts), self.tags)
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkKeys:
     """The keys of one prefix, in order, as one ``bytes`` object: they travel through Ray as a blob, not as a list.
@@ -128,14 +163,16 @@ class ChunkKeys:
         blob: ``len(self) * 16`` bytes; the key of chunk i is ``blob[16 * i : 16 * (i + 1)]``.
         num_tokens: Tokens that the keys cover. Only the last chunk may be short.
         chunk_size: Tokens per chunk.
+        kv: What the service's KV source calls the chunks; None where that is by their keys.
 
     Raises:
-        InvalidInputError: The three don't fit together.
+        InvalidInputError: They don't fit together.
     """
 
     blob: bytes
     num_tokens: int
     chunk_size: int
+    kv: KVNames | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.blob, bytes):
@@ -150,6 +187,8 @@ class ChunkKeys:
                 f"blob: got {len(self.blob)} bytes, expected {expected} for num_tokens={self.num_tokens} "
                 f"and chunk_size={self.chunk_size}"
             )
+        if self.kv is not None and len(self.kv.blob) != expected:
+            raise InvalidInputError(f"kv: got names of {len(self.kv.blob)} bytes, expected {expected} as of the keys")
 
     def __len__(self) -> int:
         return len(self.blob) // KEY_BYTES
@@ -169,6 +208,16 @@ class ChunkKeys:
     def __iter__(self) -> Iterator[ChunkKey]:
         blob = self.blob
         return (ChunkKey(blob[start : start + KEY_BYTES]) for start in range(0, len(blob), KEY_BYTES))
+
+    def first(self, n_chunks: int) -> "ChunkKeys":
+        """The keys of the first ``n_chunks`` chunks.
+
+        Raises:
+            IndexError: ``n_chunks`` is outside ``[0, len(self)]``.
+        """
+        num_tokens, nbytes = self.tokens_before(n_chunks), n_chunks * KEY_BYTES
+        kv = None if self.kv is None else KVNames(self.kv.blob[:nbytes], self.kv.tags)
+        return ChunkKeys(self.blob[:nbytes], num_tokens, self.chunk_size, kv)
 
     def tokens_in(self, chunk: int) -> int:
         """Give the number of tokens of one chunk: ``chunk_size``, or less for a short last one.
@@ -203,15 +252,32 @@ class TokenDatabase:
     Args:
         space: What else must match.
         save_unfull_chunk: Give a short last chunk a key too. Keys of full chunks don't depend on it.
+        kv_naming: How the service's KV source names chunks; None where that is by their keys.
+        kv_tags: See `KVNames`.
     """
 
-    def __init__(self, space: KeySpace, *, save_unfull_chunk: bool = False) -> None:
+    def __init__(
+        self,
+        space: KeySpace,
+        *,
+        save_unfull_chunk: bool = False,
+        kv_naming: KVNaming | None = None,
+        kv_tags: tuple[tuple[str, str], ...] = (),
+    ) -> None:
         if not isinstance(space, KeySpace):
             raise InvalidInputError(f"space: got {type(space).__name__}, expected KeySpace")
         if not isinstance(save_unfull_chunk, bool):
             raise InvalidInputError(f"save_unfull_chunk: got {type(save_unfull_chunk).__name__}, expected bool")
         self.space = space
         self.save_unfull_chunk = save_unfull_chunk
+        self._kv_naming = kv_naming
+        self._kv_tags = kv_tags
+
+    def with_short_chunks(self, save_unfull_chunk: bool) -> "TokenDatabase":
+        """The same, with or without keys for a short last chunk."""
+        return TokenDatabase(
+            self.space, save_unfull_chunk=save_unfull_chunk, kv_naming=self._kv_naming, kv_tags=self._kv_tags
+        )
 
     def chunk_keys(
         self, token_ids: TokenIds, *, mm_spans: Iterable[MMSpan] = (), extra_keys: ExtraKeys | None = None
@@ -229,7 +295,8 @@ class TokenDatabase:
             InvalidInputError: ``token_ids`` is not what it should be; a span is not of the form above, starts before 0,
                 is empty or overlaps another; ``extra_keys`` has not one entry per chunk, or entries of other types.
         """
-        return self._keys(b"", normalise_token_ids(token_ids), mm_spans, extra_keys)
+        nothing = ChunkKeys(b"", 0, self.space.chunk_size)
+        return self._keys(nothing, normalise_token_ids(token_ids), mm_spans, extra_keys)
 
     def extend_keys(self, keys: ChunkKeys, more_ids: TokenIds, *, mm_spans: Iterable[MMSpan] = ()) -> ChunkKeys:
         """Compute the keys of a longer prefix, hashing only what is new.
@@ -247,20 +314,30 @@ class TokenDatabase:
                 f"keys: got {keys.num_tokens} tokens in chunks of {keys.chunk_size}, expected full chunks of "
                 f"{self.space.chunk_size}"
             )
-        return self._keys(keys.blob, normalise_token_ids(more_ids), mm_spans, None)
+        return self._keys(keys, normalise_token_ids(more_ids), mm_spans, None)
 
     def _keys(
-        self, known: bytes, ids: npt.NDArray[np.int64], mm_spans: Iterable[MMSpan], extra_keys: ExtraKeys | None
+        self,
+        known: ChunkKeys,
+        ids: npt.NDArray[np.int64],
+        mm_spans: Iterable[MMSpan],
+        extra_keys: ExtraKeys | None,
     ) -> ChunkKeys:
-        chunk_size, n_known = self.space.chunk_size, len(known) // KEY_BYTES
+        chunk_size = self.space.chunk_size
         num_tokens = len(ids) if self.save_unfull_chunk else len(ids) - len(ids) % chunk_size
-        n_chunks = n_known + -(-num_tokens // chunk_size)
-        extras = _span_extras(mm_spans, chunk_size, n_chunks)
+        n_chunks = len(known) + -(-num_tokens // chunk_size)
+        spans = _checked_spans(mm_spans)
+        extras = _span_extras(spans, chunk_size, n_chunks)
         if extra_keys is not None:
             _add_extra_keys(extras, extra_keys, n_chunks)
-        tokens = ids[:num_tokens].view(np.uint8).data
-        blob = known + _hash_chain(self.space, known, tokens, extras)
-        return ChunkKeys(blob, n_known * chunk_size + num_tokens, chunk_size)
+        ids = ids[:num_tokens]
+        blob = known.blob + _hash_chain(self.space, known.blob, ids.view(np.uint8).data, extras)
+        kv = None
+        if self._kv_naming is not None:
+            names = known.kv.blob if known.kv is not None else b""
+            names += self._kv_naming.names(names, ids, [span.given for span in spans], chunk_size)
+            kv = KVNames(names, self._kv_tags)
+        return ChunkKeys(blob, known.num_tokens + num_tokens, chunk_size, kv)
 
 
 def normalise_token_ids(token_ids: TokenIds) -> npt.NDArray[np.int64]:
@@ -356,33 +433,44 @@ def _hash_chain(space: KeySpace, known: bytes, tokens: memoryview, extras: dict[
     return b"".join(keys)
 
 
-def _span_extras(mm_spans: Iterable[MMSpan], chunk_size: int, n_chunks: int) -> dict[int, bytearray]:
+class _Span(NamedTuple):
+    start: int
+    length: int
+    content: bytes  # the content hash as an item
+    given: MMSpan
+
+
+def _checked_spans(mm_spans: Iterable[MMSpan]) -> list[_Span]:
+    """The spans by their start."""
     if not isinstance(mm_spans, Iterable):
         raise InvalidInputError(f"mm_spans: got {type(mm_spans).__name__}, expected an iterable of spans")
     spans = sorted((_checked_span(at, span) for at, span in enumerate(mm_spans)), key=lambda span: span[:2])
-    for (start, length, _), (next_start, next_length, _) in pairwise(spans):
-        if start + length > next_start:
+    for one, following in pairwise(spans):
+        if one.start + one.length > following.start:
             raise InvalidInputError(
-                f"mm_spans: got spans (start, length) {(start, length)} and {(next_start, next_length)}, "
-                "expected spans that don't overlap"
+                f"mm_spans: got spans (start, length) {one[:2]} and {following[:2]}, expected spans that don't overlap"
             )
+    return spans
+
+
+def _span_extras(spans: Sequence[_Span], chunk_size: int, n_chunks: int) -> dict[int, bytearray]:
     extras: dict[int, bytearray] = {}
-    for start, length, content in spans:
+    for start, length, content, _ in spans:
         item = _item(b"m", _int_item(start) + _int_item(length) + content)
         for chunk in range(start // chunk_size, min(n_chunks, -(-(start + length) // chunk_size))):
             extras.setdefault(chunk, bytearray()).extend(item)
     return extras
 
 
-def _checked_span(at: int, span: object) -> tuple[int, int, bytes]:
-    """Give start, length and the content hash as an item."""
+def _checked_span(at: int, span: object) -> _Span:
     where = f"mm_spans[{at}]"
     if not isinstance(span, tuple | list) or len(span) != _SPAN_FIELDS:
         raise InvalidInputError(f"{where}: got {span!r:.100}, expected a tuple (start, length, content_hash)")
     start, length, content = span
     _check_int(where + " start", start, least=0)
     _check_int(where + " length", length, least=1)
-    return int(start), int(length), _value_item(where + " content_hash", content)
+    start, length = int(start), int(length)
+    return _Span(start, length, _value_item(where + " content_hash", content), (start, length, content))
 
 
 def _add_extra_keys(extras: dict[int, bytearray], extra_keys: ExtraKeys, n_chunks: int) -> None:

@@ -11,6 +11,7 @@ from enum import IntEnum
 from typing import Protocol
 
 from hs_cache.errors import InvalidInputError
+from hs_cache.keys import KVNames
 from hs_cache.messages import split_keys
 
 
@@ -23,14 +24,16 @@ class Presence(IntEnum):
 
 
 class KVPresence(Protocol):
-    """What a retrieve asks of the KV side of its node."""
+    """What a retrieve asks of the KV side of its node. Names are what the KV source calls chunks: their keys, or what
+    `hs_cache.keys.KVNames` has."""
 
-    def presence(self, keys: bytes, timeout_s: float) -> Sequence[int]:
-        """One `Presence` per 16-byte key, in order. Blocks up to `timeout_s`; may raise, which counts as unknown."""
+    def presence(self, names: KVNames, timeout_s: float) -> Sequence[int]:
+        """One `Presence` per name, in order. Blocks up to `timeout_s`; may raise, which counts as unknown."""
         ...
 
-    def note_stored(self, keys: bytes) -> None:
-        """Rows of these chunks are being stored, so their KV has just been written. Does not block; never raises."""
+    def note_stored(self, names: bytes, engine: str) -> None:
+        """Rows of these chunks are being stored, so `engine` has just written their KV. Does not block; never
+        raises."""
         ...
 
     def settle_notes(self, timeout_s: float) -> bool:
@@ -40,13 +43,61 @@ class KVPresence(Protocol):
 
 @dataclass(frozen=True)
 class KVStatistics:
-    """A `KVIndex` at one moment: listed keys by state, and what an unlisted key counts as."""
+    """A `KVSource` at one moment.
+
+    Attributes:
+        present, absent, unknown: chunks listed, by state; of a source that is asked live, none are.
+        unlisted: what all others count as.
+        reports_total: how often it was told something.
+        engines: those it has heard of.
+        gaps_total: how often something that an engine said was lost, so that all it had said became unknown.
+    """
 
     present: int
     absent: int
     unknown: int
     unlisted: str
     reports_total: int
+    engines: tuple[str, ...] = ()
+    gaps_total: int = 0
+
+
+class KVSource(Protocol):
+    """Where a `KVActor` has its knowledge from. Called by one thread at a time."""
+
+    def presence(self, names: bytes, tags: tuple[tuple[str, str], ...], timeout_s: float) -> bytes:
+        """One `Presence` per 16-byte name, as a byte. Blocks up to `timeout_s`; may raise, which counts as unknown.
+
+        Of several engines on the node one that has a chunk is enough; it is absent when all of them say so.
+        """
+        ...
+
+    def note_stored(self, names: bytes, engine: str) -> None:
+        """Hidden states of these chunks are being stored by a client of `engine`."""
+        ...
+
+    def stats(self) -> KVStatistics:
+        """Counts."""
+        ...
+
+    def close(self) -> None:
+        """End threads and connections; idempotent."""
+        ...
+
+
+def united(answers: Sequence[Sequence[int | None]], count: int) -> bytes:
+    """Presence of `count` chunks from what each engine of a node says of them; None is no word.
+
+    One that has a chunk is enough. It is absent when one says so and no other may have it.
+    """
+    presence = bytearray()
+    for position in range(count):
+        states = {answer[position] for answer in answers} - {None}
+        if Presence.PRESENT in states:
+            presence.append(Presence.PRESENT)
+        else:
+            presence.append(Presence.ABSENT if states == {Presence.ABSENT} else Presence.UNKNOWN)
+    return bytes(presence)
 
 
 class KVIndex:
@@ -66,7 +117,7 @@ class KVIndex:
         self._store_implies_present = store_implies_present
         self._lock = threading.Lock()
         self._listed: OrderedDict[bytes, Presence] = OrderedDict()
-        self._unlisted = Presence.UNKNOWN
+        self._unlisted: Presence | None = None
         self._reports = 0
 
     def report_stored(self, keys: bytes) -> None:
@@ -98,14 +149,24 @@ class KVIndex:
             self._unlisted = Presence.ABSENT
             self._list(present, Presence.PRESENT)
 
+    def forget(self) -> None:
+        """Something was lost: nothing is known any more."""
+        with self._lock:
+            self._listed.clear()
+            self._unlisted = Presence.UNKNOWN
+
     def presence(self, keys: bytes) -> bytes:
         """One byte per key, its `Presence`. What is asked for is in use, and so not forgotten next, its head last."""
+        return bytes(Presence.UNKNOWN if state is None else state for state in self.says(keys))
+
+    def says(self, keys: bytes) -> list[Presence | None]:
+        """As `presence`, but None for keys of which nothing was ever said, as long as nothing was forgotten."""
         split = split_keys(keys)
         with self._lock:
             for key in reversed(split):
                 if key in self._listed:
                     self._listed.move_to_end(key)
-            return bytes(self._listed.get(key, self._unlisted) for key in split)
+            return [self._listed.get(key, self._unlisted) for key in split]
 
     def stats(self) -> KVStatistics:
         """Counts, under the lock; O(capacity)."""
@@ -115,7 +176,7 @@ class KVIndex:
                 present=count[Presence.PRESENT],
                 absent=count[Presence.ABSENT],
                 unknown=count[Presence.UNKNOWN],
-                unlisted=self._unlisted.name.lower(),
+                unlisted=(Presence.UNKNOWN if self._unlisted is None else self._unlisted).name.lower(),
                 reports_total=self._reports,
             )
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from hs_cache.keys import KVNames
 from hs_cache.kv_presence import KVPresence, Presence
 
 logger = logging.getLogger(__name__)
@@ -34,24 +35,30 @@ class KVSide:
         self._quiet_until = 0.0
         self._in_trouble = False
 
-    def ask(self, keys: Sequence[bytes], kv_local: Sequence[bool], timeout_s: float) -> list[int]:
+    def ask(self, names: KVNames | None, kv_local: Sequence[bool], timeout_s: float) -> list[int]:
         """Presence per chunk: what this node's KV side says of its own chunks, *present* for all others.
 
         Blocks for the KV side, at most `timeout_s`.
+
+        Args:
+            names: what the KV source calls the chunks; None where that isn't known, and so neither is their presence.
+            kv_local: which chunks are this node's.
         """
-        presence: list[int] = [Presence.PRESENT] * len(keys)
+        presence: list[int] = [Presence.PRESENT] * len(kv_local)
         asked = [position for position, local in enumerate(kv_local) if local]
         if self._kv is None or not asked:
             return presence
-        states = self._answers(self._kv, b"".join(keys[position] for position in asked), len(asked), timeout_s)
+        states = [Presence.UNKNOWN] * len(asked)
+        if names is not None:
+            states = self._answers(self._kv, names.pick(asked), len(asked), timeout_s)
         for position, state in zip(asked, states, strict=True):
             presence[position] = state
         return presence
 
-    def note_stored(self, keys: bytes) -> None:
+    def note_stored(self, names: bytes, engine: str) -> None:
         """Tell the KV side that rows of these chunks are being stored; doesn't block."""
         if self._kv is not None:
-            self._kv.note_stored(keys)
+            self._kv.note_stored(names, engine)
 
     def settle_notes(self, timeout_s: float) -> None:
         """Wait until what was noted has arrived, at most `timeout_s`; not at all while the KV side is left alone."""
@@ -64,11 +71,11 @@ class KVSide:
             if not self._kv.settle_notes(timeout_s):
                 raise TimeoutError("it does not take in what is stored")
 
-    def _answers(self, kv: KVPresence, keys: bytes, count: int, timeout_s: float) -> list[Presence]:
+    def _answers(self, kv: KVPresence, names: KVNames, count: int, timeout_s: float) -> list[Presence]:
         states = [Presence.UNKNOWN] * count
         if self._take_turn():
             with self._waiting(timeout_s):
-                answers = [Presence(answer) for answer in kv.presence(keys, timeout_s)]
+                answers = [Presence(answer) for answer in kv.presence(names, timeout_s)]
                 if len(answers) != count:
                     raise ValueError(f"{len(answers)} answers for {count} chunks")
                 self._in_trouble = False

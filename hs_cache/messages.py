@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hs_cache.errors import InvalidInputError
-from hs_cache.keys import KEY_BYTES
+from hs_cache.keys import KEY_BYTES, KVNames
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised whenever a message changes meaning; actor and client of different versions refuse each other."""
 
 DTYPE_BYTES = {
@@ -104,7 +104,8 @@ class ReserveRequest:
     """Room for the rows of chunks ``first_chunk ..`` of a prefix, in every layer of `specs`.
 
     `keys` names every chunk of the prefix, `num_tokens` is what they cover. `kv_local`: the writer's KV lives on the
-    actor's node. `releases` are ids the client has finished with; they end before room is looked for.
+    actor's node, in the engine of that name. `kv`: what its KV source calls the chunks, if not by their keys.
+    `releases` are ids the client has finished with; they end before room is looked for.
     """
 
     incarnation: bytes
@@ -116,6 +117,8 @@ class ReserveRequest:
     first_chunk: int
     specs: tuple[LayerSpec, ...]
     kv_local: bool
+    engine: str = ""
+    kv: KVNames | None = None
     releases: tuple[int, ...] = ()
 
 
@@ -144,7 +147,7 @@ class LeaseRequest:
     """The longest prefix of `keys` with every layer of `layers`, held for the client until it releases `hold_id`.
 
     With `first_chunk`, the run of chunks from there on. `hinted`: the directory said that the keys are on this node.
-    Where rows are sent, those of tokens before `start_token` are left out.
+    Where rows are sent, those of tokens before `start_token` are left out. `kv` as in `ReserveRequest`.
     """
 
     incarnation: bytes
@@ -157,6 +160,7 @@ class LeaseRequest:
     first_chunk: int = 0
     start_token: int = 0
     hinted: bool = False
+    kv: KVNames | None = None
     releases: tuple[int, ...] = ()
 
 
@@ -197,12 +201,13 @@ class PlanReply:
 
 @dataclass(frozen=True, slots=True)
 class ExplainRequest:
-    """Why each chunk of `keys` can be had with all of `layers`, or not."""
+    """Why each chunk of `keys` can be had with all of `layers`, or not. `kv` as in `ReserveRequest`."""
 
     keys: bytes
     num_tokens: int
     layers: tuple[int, ...]
     timeout_s: float
+    kv: KVNames | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +216,13 @@ class ExplainReply:
 
     reasons: tuple[str, ...]
     alone: bool
+
+
+class ReportNumber(NamedTuple):
+    """A KV report's place among those of its sender about one engine: they are numbered without a gap."""
+
+    sender: bytes
+    number: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,7 @@ def check_ask(
             )
     moment = Moment([*([] if place is None else [place]), *(buffer.device for buffer in buffers.values())])
     chunks = min(len(keys), -(-last // keys.chunk_size))
-    keys = ChunkKeys(b"".join(itertools.islice(keys, chunks)), keys.tokens_before(chunks), keys.chunk_size)
+    keys = keys.first(chunks)
     return Ask(keys, wanted, first, min(last, keys.num_tokens), dtype, place, buffers, moment)
 
 

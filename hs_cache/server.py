@@ -11,7 +11,8 @@ import torch
 
 from hs_cache.config import CacheConfig
 from hs_cache.errors import ConfigMismatchError, InvalidInputError, StaleIncarnationError
-from hs_cache.keys import KEY_BYTES, ChunkKey, ChunkKeys, KeySpace, MMSpan, TokenDatabase
+from hs_cache.keys import KEY_BYTES, ChunkKey, ChunkKeys, KeySpace, KVNames, MMSpan, TokenDatabase
+from hs_cache.kv_names import NAMING_SOURCES, kv_naming
 from hs_cache.kv_presence import KVPresence, Presence
 from hs_cache.kv_side import KVSide
 from hs_cache.machine import process_alive, process_start_time
@@ -159,7 +160,7 @@ class CacheServer:
                 survey = self._store.survey(names, request.layers)
                 # Dropped since the lease was taken, a chunk counts as any other that isn't there.
                 kv_local = (*found.kv_local, *survey.kv_local[len(found.keys) :])
-                presence = self._kv.ask(names, kv_local, request.timeout_s * _KV_SHARE_OF_DEADLINE)
+                presence = self._kv.ask(self._kv_names(keys), kv_local, request.timeout_s * _KV_SHARE_OF_DEADLINE)
                 granted = self._store.settle(hold, presence[: len(found.keys)])
                 held = keep and not granted.must_copy
             finally:
@@ -178,11 +179,12 @@ class CacheServer:
 
     def explain(self, request: ExplainRequest) -> ExplainReply:
         """Why each chunk can be had or not. Blocks for the KV side as `lease` does; drops nothing."""
-        keys = list(self._checked_keys(request))
-        survey = self._store.survey(keys, request.layers)
+        keys = self._checked_keys(request)
+        survey = self._store.survey(list(keys), request.layers)
         there = [position for position, reason in enumerate(survey.reasons) if reason == OK]
+        names = self._kv_names(keys)
         presence = self._kv.ask(
-            [keys[position] for position in there],
+            names and names.pick(there),
             [survey.kv_local[position] for position in there],
             request.timeout_s * _KV_SHARE_OF_DEADLINE,
         )
@@ -276,6 +278,7 @@ class CacheServer:
                 first_chunk=plan.first_chunk,
                 specs=plan.specs,
                 kv_local=kv_local,
+                kv=plan.keys.kv,
             )
             reply = self._reserve(hold, request)
             plan.copy_into(self._memory, reply.runs)
@@ -300,6 +303,7 @@ class CacheServer:
                 num_tokens=keys.num_tokens,
                 layers=(layer,),
                 timeout_s=self._config.rpc_timeout_s,
+                kv=keys.kv,
             )
             reply = self._lease(hold, request)
             if not reply.num_tokens:
@@ -394,10 +398,18 @@ class CacheServer:
             if name not in known:
                 raise InvalidInputError(f"{name}: unknown argument, expected one of {', '.join(known)}")
         key_space = KeySpace(**space, chunk_size=self._config.chunk_size)
-        return TokenDatabase(key_space, save_unfull_chunk=self._config.save_unfull_chunk)
+        return TokenDatabase(
+            key_space,
+            save_unfull_chunk=self._config.save_unfull_chunk,
+            kv_naming=kv_naming(self._config, key_space),
+        )
 
     def _checked_keys(self, request: ReserveRequest | LeaseRequest | ExplainRequest) -> ChunkKeys:
-        return ChunkKeys(request.keys, request.num_tokens, self._config.chunk_size)
+        return ChunkKeys(request.keys, request.num_tokens, self._config.chunk_size, request.kv)
+
+    def _kv_names(self, keys: ChunkKeys) -> KVNames | None:
+        """What the KV source calls these chunks; None where a client has not said."""
+        return keys.kv if self._config.kv_source in NAMING_SOURCES else KVNames(keys.blob)
 
     def _check_first_chunk(self, first_chunk: int, keys: Sequence[ChunkKey]) -> None:
         if not 0 <= first_chunk <= len(keys):
@@ -414,7 +426,8 @@ class CacheServer:
                 raise InvalidInputError(f"specs: got {spec}, expected a known dtype and a hidden_dim of 1 or more")
 
     def _reserve(self, hold: HoldId, request: ReserveRequest) -> ReserveReply:
-        keys = list(self._checked_keys(request))
+        named = self._checked_keys(request)
+        keys = list(named)
         self._check_specs(request)
         self._check_first_chunk(request.first_chunk, keys)
         reserved = self._store.reserve(
@@ -426,9 +439,9 @@ class CacheServer:
             specs=request.specs,
             kv_local=request.kv_local,
         )
-        if request.kv_local:
+        if request.kv_local and (names := self._kv_names(named)) is not None:
             # Noted now and awaited at the commit: it overlaps the copy, and an eviction reported later still counts.
-            self._kv.note_stored(b"".join(keys[request.first_chunk :]))
+            self._kv.note_stored(names.blob[request.first_chunk * KEY_BYTES :], request.engine)
         if reserved.refused and not self._warned_full:
             self._warned_full = True
             logger.warning(
@@ -446,10 +459,16 @@ class CacheServer:
         return CommitReply(self._pool.incarnation, done.stored, done.present, done.failed, done.prefix_tokens)
 
     def _lease(self, hold: HoldId, request: LeaseRequest) -> LeaseReply:
-        keys = list(self._checked_keys(request))
-        self._check_first_chunk(request.first_chunk, keys)
-        found = self._store.lease(hold, keys, request.layers, first_chunk=request.first_chunk, hinted=request.hinted)
-        presence = self._kv.ask(found.keys, found.kv_local, request.timeout_s * _KV_SHARE_OF_DEADLINE)
+        named, first = self._checked_keys(request), request.first_chunk
+        keys = list(named)
+        self._check_first_chunk(first, keys)
+        found = self._store.lease(hold, keys, request.layers, first_chunk=first, hinted=request.hinted)
+        names = self._kv_names(named)
+        presence = self._kv.ask(
+            names and names.pick(range(first, first + len(found.keys))),
+            found.kv_local,
+            request.timeout_s * _KV_SHARE_OF_DEADLINE,
+        )
         granted = self._store.settle(hold, presence)
         with self._lock:
             self._retrieves += 1

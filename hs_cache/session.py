@@ -2,6 +2,7 @@
 
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +27,7 @@ from hs_cache.errors import (
 )
 from hs_cache.gathering import Gathered, Gatherer, HeldPieces, Share
 from hs_cache.keys import ChunkKeys, KeySpace, MMSpan, TokenDatabase, normalise_token_ids
+from hs_cache.kv_names import kv_naming
 from hs_cache.leases import this_process
 from hs_cache.messages import (
     UNREACHABLE,
@@ -36,6 +38,7 @@ from hs_cache.messages import (
     LeaseRequest,
     NodeStatistics,
     PlanReply,
+    ReportNumber,
     ReserveRequest,
     Run,
 )
@@ -57,6 +60,7 @@ _ATTACH_TIMEOUT_S = 60.0
 _INLINE_BYTES = 1 << 20
 """Copying less takes less time than handing it to a thread, which is where the asyncio client does it."""
 
+_SENDER_BYTES = 16
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.2
 _COUNTERS = (
     "retrieves_total",
@@ -76,11 +80,21 @@ class Session:
     Args:
         space: the fields of `KeySpace` except ``chunk_size``.
         strict: raise `ServiceError` instead of turning it into a miss or a failed store.
+        engine: which of the node's engines this client belongs to.
+        kv_tags: see `hs_cache.keys.KVNames`.
     """
 
-    def __init__(self, space: Mapping[str, str], *, strict: bool) -> None:
+    def __init__(
+        self, space: Mapping[str, str], *, strict: bool, engine: str = "", kv_tags: Mapping[str, str] | None = None
+    ) -> None:
         if not isinstance(strict, bool):
             raise InvalidInputError(f"strict: got {strict!r}, expected True or False")
+        if not isinstance(engine, str):
+            raise InvalidInputError(f"engine: got {type(engine).__name__}, expected str")
+        self._engine = engine
+        self._kv_tags = _checked_tags(kv_tags)
+        self._sender = secrets.token_bytes(_SENDER_BYTES)
+        self._reports: dict[int, int] = {}  # by thread: the number of its last KV report
         self._space_fields = dict(space)
         self._key_space(1)  # refuses wrong fields before anything else happens
         self._strict = strict
@@ -109,12 +123,14 @@ class Session:
         return {
             "space": self._space_fields,
             "strict": self._strict,
+            "engine": self._engine,
+            "kv_tags": dict(self._kv_tags),
             "config": self._config,
             "closed": self._attachment.closed,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        Session.__init__(self, state["space"], strict=state["strict"])
+        Session.__init__(self, state["space"], strict=state["strict"], engine=state["engine"], kv_tags=state["kv_tags"])
         if state["config"] is not None:
             self._take_config(state["config"])
         if state["closed"]:
@@ -371,7 +387,7 @@ class Session:
         budget = self._budget()
 
         def explained(link: Link) -> Steps[tuple[str, ExplainReply] | None]:
-            request = ExplainRequest(ask.keys.blob, ask.keys.num_tokens, ask.layers, budget.left_s)
+            request = ExplainRequest(ask.keys.blob, ask.keys.num_tokens, ask.layers, budget.left_s, ask.keys.kv)
             reply: ExplainReply = yield Call(link.located.peer, "explain", (request,), budget.left_s)
             return link.located.peer.node_id, reply
 
@@ -429,8 +445,9 @@ class Session:
         def told(link: Link) -> Steps[bool]:
             error: ServiceError | None = None
             if link.local:
+                number = self._number_report()  # of what this thread sends, the call comes next
                 try:
-                    yield Call(link.located.kv, method, (blob,), budget.left_s)
+                    yield Call(link.located.kv, method, (blob, self._engine, number), budget.left_s)
                 except ServiceError as failure:
                     error = failure
             else:  # what is computed here is no concern of the node that serves this client
@@ -442,6 +459,11 @@ class Session:
             return error is None
 
         return self._attempt(told, False, budget)
+
+    def _number_report(self) -> ReportNumber:
+        thread = threading.get_ident()
+        number = self._reports[thread] = self._reports.get(thread, -1) + 1
+        return ReportNumber(self._sender + thread.to_bytes(8, "little"), number)
 
     def stats(self) -> Steps[CacheStatistics]:
         """See `hs_cache.HiddenStateCache.stats`."""
@@ -510,7 +532,12 @@ class Session:
             )
         self._config = config
         space = self._key_space(config.chunk_size)
-        self._database = TokenDatabase(space, save_unfull_chunk=config.save_unfull_chunk)
+        self._database = TokenDatabase(
+            space,
+            save_unfull_chunk=config.save_unfull_chunk,
+            kv_naming=kv_naming(config, space),
+            kv_tags=self._kv_tags,
+        )
 
     def _key_space(self, chunk_size: int) -> KeySpace:
         fields: dict[str, Any] = self._space_fields
@@ -554,6 +581,8 @@ class Session:
             first_chunk=plan.first_chunk,
             specs=plan.specs,
             kv_local=link.local,
+            engine=self._engine,
+            kv=plan.keys.kv,
         )
         peer = link.located.peer
         if link.mapping is None:
@@ -726,6 +755,7 @@ class Session:
             num_tokens=ask.keys.num_tokens,
             layers=ask.layers,
             timeout_s=budget.left_s,
+            kv=ask.keys.kv,
         )
 
     def _with_releases(self, link: Link, method: str, request: Any, budget: Budget, *more: Any) -> Steps[Any]:
@@ -738,6 +768,13 @@ class Session:
             self._process.releaser.end(link.incarnation, releases)
             raise
         return reply
+
+
+def _checked_tags(tags: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
+    given = {} if tags is None else tags
+    if not isinstance(given, Mapping) or not all(isinstance(part, str) for pair in given.items() for part in pair):
+        raise InvalidInputError(f"kv_tags: got {given!r:.60}, expected a mapping of str to str")
+    return tuple(given.items())
 
 
 def _let_go(held: HeldPieces, end: Callable[[], None] | None) -> None:

@@ -23,7 +23,7 @@ import torch
 
 from hs_cache.devices import NO_DEVICES, Cut, Moment
 from hs_cache.errors import CacheClosedError
-from hs_cache.keys import KEY_BYTES, ChunkKeys, MMSpan, TokenDatabase
+from hs_cache.keys import ChunkKeys, MMSpan, TokenDatabase
 from hs_cache.messages import LayerSpec, Run
 from hs_cache.planning import Step, Tokens
 from hs_cache.rows import Flat, copy_in, flatten, spec_of, view_rows
@@ -485,7 +485,7 @@ class RequestRows:
     """
 
     def __init__(self, database: TokenDatabase, mm_spans: Sequence[MMSpan], held: HeldRows) -> None:
-        self._database = TokenDatabase(database.space)
+        self._database = database.with_short_chunks(False)
         self._size = database.space.chunk_size
         self._spans = tuple(mm_spans)
         self._held = held
@@ -558,7 +558,7 @@ class RequestRows:
             rows = self._chunk.complete(end) if end else {}
             if not rows:
                 return []
-            short = TokenDatabase(self._database.space, save_unfull_chunk=True)
+            short = self._database.with_short_chunks(True)
             return [_plan_alone(short, self._keys, len(self._keys), self._chunk, rows)]
 
     def preempt(self, num_tokens: int) -> "Lost | None":
@@ -570,7 +570,7 @@ class RequestRows:
             position, end = divmod(num_tokens, self._size)
             first, end_of_chunk = position * self._size, (position + 1) * self._size
             keys, was_stored, pending = self._keys, position < len(self._keys), self._lost
-            self._keys = ChunkKeys(keys.blob[: position * KEY_BYTES], first, self._size)
+            self._keys = keys.first(position)
             stored = tuple(
                 layer for layer, stop in self._ends.items() if self._starts[layer] <= first and stop >= end_of_chunk
             )
@@ -585,8 +585,7 @@ class RequestRows:
             if end:
                 chunk.learn(*Step(self.tokens, num_tokens, {}, self._spans).of_chunk(position, self._size))
             if end and was_stored and stored:
-                keys = ChunkKeys(keys.blob[: (position + 1) * KEY_BYTES], end_of_chunk, self._size)
-                self._lost = Lost(chunk, keys, stored, first, num_tokens)
+                self._lost = Lost(chunk, keys.first(position + 1), stored, first, num_tokens)
             elif end and pending is not None and pending.start == first:  # it could not be had the last time
                 self._lost = replace(pending, chunk=chunk, stop=num_tokens)
             elif chunk.nbytes:
@@ -684,8 +683,7 @@ def _parent(database: TokenDatabase, keys: ChunkKeys, position: int) -> bytes:
 
 def _keys_to(database: TokenDatabase, keys: ChunkKeys, position: int, chunk: OpenChunk) -> ChunkKeys:
     """The keys up to an open chunk at that position, of which all tokens are known."""
-    before = ChunkKeys(keys.blob[: position * KEY_BYTES], position * keys.chunk_size, keys.chunk_size)
-    return database.extend_keys(before, chunk.tokens, mm_spans=chunk.spans)
+    return database.extend_keys(keys.first(position), chunk.tokens, mm_spans=chunk.spans)
 
 
 def _plan_alone(
@@ -707,14 +705,14 @@ class _Done:
 
 
 def _plan(group: Sequence[_Done], step: Step, keys: ChunkKeys) -> StorePlan:
-    size, first, end = keys.chunk_size, group[0], group[-1].end
+    size, first = keys.chunk_size, group[0]
     sources = [Source(one.position * size, one.rows) for one in group if not one.own]
     if own := [one for one in group if one.own]:  # all of them in one piece
         begin, stop = own[0].position * size, own[-1].end
         rows = {layer: step.rows[layer][begin - step.first : stop - step.first] for layer in first.rows}
         sources.append(Source(begin, rows))
     return StorePlan(
-        ChunkKeys(keys.blob[: (group[-1].position + 1) * KEY_BYTES], end, size),
+        keys.first(group[-1].position + 1),
         first.position,
         tuple(spec_of(layer, rows) for layer, rows in first.rows.items()),
         tuple(sorted(sources, key=lambda source: source.first)),

@@ -20,12 +20,14 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from actors.kv_actor import KVActor
 from hs_cache.config import CacheConfig
 from hs_cache.directory import Directory, Membership, Segment
 from hs_cache.effects import Begin, Call, Effect, Fetch, Find, Locate, Located, Pause, Steps, Work
 from hs_cache.errors import HiddenStateCacheError, ServiceError, ServiceNotRunningError, ServiceTimeoutError
-from hs_cache.keys import MMSpan
-from hs_cache.kv_presence import KVIndex, KVPresence
+from hs_cache.keys import KVNames, MMSpan
+from hs_cache.kv_presence import KVPresence
+from hs_cache.kv_reports import ReportedKV
 from hs_cache.leases import this_process
 from hs_cache.messages import LocationBatch, PublishReply, StoreStatistics
 from hs_cache.publishing import Publisher
@@ -77,17 +79,19 @@ def run_script(script: str, *options: str) -> "subprocess.CompletedProcess[str]"
     )
 
 
-class IndexedKV:
-    """A `KVIndex` as a server asks it."""
+class DirectKV:
+    """A `KVActor` as a server asks it."""
 
-    def __init__(self, index: KVIndex) -> None:
-        self._index = index
+    def __init__(self, actor: KVActor) -> None:
+        self._actor = actor
 
-    def presence(self, keys: bytes, timeout_s: float) -> Sequence[int]:
-        return self._index.presence(keys)
+    def presence(self, names: KVNames, timeout_s: float) -> Sequence[int]:
+        answer = self._actor.presence(names.blob, names.tags, timeout_s)
+        assert answer is not None
+        return answer
 
-    def note_stored(self, keys: bytes) -> None:
-        self._index.note_stored(keys)
+    def note_stored(self, names: bytes, engine: str) -> None:
+        self._actor.note_stored(names, engine)
 
     def settle_notes(self, timeout_s: float) -> bool:
         return True
@@ -108,6 +112,9 @@ class Clock:
 
 class Controller:
     """What `actors.controller.CacheController` answers, and the nodes of its cluster.
+
+    Args:
+        told_only: KV is present only where it was reported.
 
     Attributes:
         calls: methods called, in order.
@@ -171,6 +178,9 @@ class Controller:
 class Node:
     """One node: its server, its KV index, its publisher, and whether calls reach it.
 
+    Args:
+        told_only: KV is present only where it was reported.
+
     Attributes:
         calls: methods called, in order.
         bytes_sent: of rows, through the object store.
@@ -183,13 +193,16 @@ class Node:
         slots: int = 64,
         *,
         kv: KVPresence | None = None,
+        told_only: bool = False,
         controller: Controller | None = None,
         **settings: Any,
     ) -> None:
         self.name = f"test-node-{next(self._numbers)}"
         self.config = CacheConfig(**{"chunk_size": CHUNK_SIZE, **settings})
-        self.index = KVIndex(1024, store_implies_present=self.config.kv_source == "reports")
-        self._kv = kv or (None if self.config.kv_source == "none" else IndexedKV(self.index))
+        self.index = KVActor(self.config)
+        if told_only:
+            self.index._source = self.index._reported = ReportedKV(1024, store_implies_present=False)
+        self._kv = kv or (DirectKV(self.index) if self.index.bound() else None)
         self._slots = slots
         self.unreachable = False
         self.calls: list[str] = []
@@ -330,13 +343,21 @@ class DirectCache:
     """
 
     def __init__(
-        self, node: Node, *, far: bool = False, strict: bool = False, clock: Clock | None = None, **space: Any
+        self,
+        node: Node,
+        *,
+        far: bool = False,
+        strict: bool = False,
+        clock: Clock | None = None,
+        engine: str = "",
+        kv_tags: Mapping[str, str] | None = None,
+        **space: Any,
     ) -> None:
         self.node = node
         self.clock = clock
         self.waits: list[float] = []
         self.pausing: Callable[[], None] = lambda: None
-        self.session = Session(space, strict=strict)
+        self.session = Session(space, strict=strict, engine=engine, kv_tags=kv_tags)
         self.faults: dict[int, Fault] = {}
         self.effects: list[str] = []
         self._node_id = "elsewhere" if far else node.name

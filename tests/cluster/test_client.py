@@ -181,25 +181,18 @@ def test_reported_evictions_end_the_prefix_and_drop(cache: Any) -> None:  # case
 
 
 @pytest.fixture(scope="module")
-def told_by_events(start_service: StartService) -> str:
-    return start_service(kv_source="vllm_events")
-
-
-@pytest.fixture(scope="module")
 def told_nothing(start_service: StartService) -> str:
     return start_service(kv_source="none")
 
 
-def test_an_event_source_knows_only_what_it_was_told(connect: Connect, told_by_events: str) -> None:
-    cache = connect(service=told_by_events)
-    cache.store(range(12), {0: make_rows(12, 1)})
-    assert cache.retrieve(range(12), 0).ended_by == "kv_unknown"
-    assert cache.kv.report_stored(range(8))
-    hit = cache.retrieve(range(12), 0)
-    assert (hit.num_tokens, hit.ended_by) == (8, "kv_unknown")
-    assert all(cache.has_chunk(key) for key in cache.chunk_keys(range(12)))
-    assert cache.kv.report_evicted(cache.chunk_keys(range(8)).blob[:16])
-    assert cache.retrieve(range(12), 0).ended_by == "kv_absent"
+def test_two_engines_of_a_node_speak_for_themselves(connect: Connect, service: str) -> None:
+    caches = [connect(service=service, model="two engines", engine=engine) for engine in ("one", "two")]
+    for cache in caches:
+        cache.store(range(8), {0: make_rows(8, 1)})
+    assert caches[0].kv.report_evicted(range(8))
+    assert caches[0].retrieve(range(8), 0).num_tokens == 8
+    assert caches[1].kv.report_evicted(range(8))
+    assert caches[0].retrieve(range(8), 0).ended_by == "kv_absent"
 
 
 def test_without_a_source_kv_counts_as_present(connect: Connect, told_nothing: str) -> None:

@@ -18,6 +18,7 @@ ORDER = [
     "errors",
     "config",
     "keys",
+    "kv_names",
     "messages",
     "pool_file",
     "machine",
@@ -29,6 +30,7 @@ ORDER = [
     "pinning",
     "shared_pool",
     "kv_presence",
+    "kv_reports",
     "kv_side",
     "eviction",
     "chunks",
@@ -64,6 +66,7 @@ WITHOUT_TORCH = [
     "extents",
     "shared_pool",
     "kv_presence",
+    "kv_reports",
     "chunks",
     "placement",
 ]

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from hs_cache import kv_side
+from hs_cache.keys import KVNames
 from hs_cache.kv_presence import KVPresence, Presence
 from hs_cache.kv_side import KVSide
 from tests.direct import Clock, poll
 
 ABSENT, PRESENT, UNKNOWN = Presence.ABSENT, Presence.PRESENT, Presence.UNKNOWN
 KEYS = [bytes([letter]) * 16 for letter in b"abc"]
+NAMES = KVNames(b"".join(KEYS))
 LOCAL = [True] * len(KEYS)
 
 
@@ -28,13 +30,13 @@ class ScriptedKV:
         self.noted: list[bytes] = []
         self.waits: list[float] = []
 
-    def presence(self, keys: bytes, timeout_s: float) -> Sequence[int]:
-        self.asked.append(keys)
-        answer: Sequence[int] = self.answer(keys, timeout_s)
+    def presence(self, names: KVNames, timeout_s: float) -> Sequence[int]:
+        self.asked.append(names.blob)
+        answer: Sequence[int] = self.answer(names.blob, timeout_s)
         return answer
 
-    def note_stored(self, keys: bytes) -> None:
-        self.noted.append(keys)
+    def note_stored(self, names: bytes, engine: str) -> None:
+        self.noted.append(names)
 
     def settle_notes(self, timeout_s: float) -> bool:
         self.waits.append(timeout_s)
@@ -50,7 +52,7 @@ def make_side(kv: KVPresence | None) -> KVSide:
 
 
 def ask(side: KVSide, timeout_s: float = 1.0) -> list[int]:
-    return side.ask(KEYS, LOCAL, timeout_s)
+    return side.ask(NAMES, LOCAL, timeout_s)
 
 
 @pytest.fixture
@@ -63,27 +65,34 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_without_a_kv_side_everything_is_present() -> None:
     side = make_side(None)
     assert ask(side) == [PRESENT] * 3
-    side.note_stored(b"".join(KEYS))
+    side.note_stored(b"".join(KEYS), "")
     side.settle_notes(1.0)
 
 
 def test_only_chunks_whose_kv_is_here_are_asked_for_in_order() -> None:
     kv = ScriptedKV(lambda keys, timeout_s: bytes([ABSENT, UNKNOWN]))
-    assert make_side(kv).ask(KEYS, [True, False, True], 1.0) == [ABSENT, PRESENT, UNKNOWN]
+    assert make_side(kv).ask(NAMES, [True, False, True], 1.0) == [ABSENT, PRESENT, UNKNOWN]
     assert kv.asked == [KEYS[0] + KEYS[2]]
 
 
 def test_nothing_is_asked_where_no_chunk_has_its_kv_here() -> None:
     kv = ScriptedKV(all_present)
-    assert make_side(kv).ask(KEYS, [False] * 3, 1.0) == [PRESENT] * 3
-    assert make_side(kv).ask([], [], 1.0) == []
+    assert make_side(kv).ask(NAMES, [False] * 3, 1.0) == [PRESENT] * 3
+    assert make_side(kv).ask(KVNames(b""), [], 1.0) == []
     assert kv.asked == []
+
+
+def test_without_names_it_is_unknown_and_not_asked_for() -> None:
+    kv = ScriptedKV(all_present)
+    assert make_side(kv).ask(None, [True, False, True], 1.0) == [UNKNOWN, PRESENT, UNKNOWN]
+    assert kv.asked == []
+    assert make_side(None).ask(None, [True], 1.0) == [PRESENT]
 
 
 def test_notes_are_passed_on_and_waited_for() -> None:
     kv = ScriptedKV(all_present)
     side = make_side(kv)
-    side.note_stored(KEYS[0])
+    side.note_stored(KEYS[0], "")
     side.settle_notes(0.7)
     assert (kv.noted, kv.waits) == ([KEYS[0]], [0.7])
 
@@ -108,7 +117,7 @@ def test_a_wrong_answer_is_unknown_for_every_chunk(answer: Any) -> None:
     kv = ScriptedKV(lambda keys, timeout_s: answer)
     side = make_side(kv)
     assert ask(side) == [UNKNOWN] * 3
-    assert side.ask(KEYS, [False, True, False], 1.0) == [PRESENT, UNKNOWN, PRESENT]
+    assert side.ask(NAMES, [False, True, False], 1.0) == [PRESENT, UNKNOWN, PRESENT]
     kv.answer = all_present
     assert ask(side) == [PRESENT] * 3, "what came at once and was wrong keeps nobody from asking again"
 

@@ -74,16 +74,16 @@ def test_what_is_usable_is_the_least_of_kv_and_every_layer(cache: DirectCache, n
     node.settled()
 
 
-@pytest.mark.parametrize("source", ["reports", "vllm_events", "none"])
+@pytest.mark.parametrize("source", ["reports", "told only", "none"])
 def test_kv_is_counted_by_itself(source: str) -> None:
-    node = Node(kv_source=source)
+    node = Node(told_only=True) if source == "told only" else Node(kv_source=source)
     cache = DirectCache(node)
     put(cache, "abcd")
     keys = cache.session.chunk_keys(TOKENS, ())
-    if source == "vllm_events":
+    if source == "told only":
         assert counts(cache.plan(TOKENS)) == (0, 0, {0: 16})
         cache.report("report_stored", keys)
-    assert counts(cache.plan(TOKENS))[1] == {"reports": 16, "vllm_events": 24, "none": 24}[source]
+    assert counts(cache.plan(TOKENS))[1] == {"reports": 16, "told only": 24, "none": 24}[source]
     cache.report("report_evicted", keys[2:3])
     coverage = cache.plan(TOKENS)
     if source == "none":
@@ -272,7 +272,7 @@ def test_reports_say_where(cache: DirectCache, node: Node) -> None:
 
 
 def test_unknown_kv_and_pressure() -> None:
-    node = Node(4, kv_source="vllm_events")
+    node = Node(4, told_only=True)
     cache = DirectCache(node)
     put(cache, "ab")
     assert cache.explain(TOKENS[:8]) == ["kv_unknown", "kv_unknown"]

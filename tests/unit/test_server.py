@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from hs_cache.errors import ConfigMismatchError, InvalidInputError, StaleIncarnationError
+from hs_cache.keys import KVNames
 from hs_cache.machine import process_start_time
 from hs_cache.messages import (
     PROTOCOL_VERSION,
@@ -97,11 +98,11 @@ class ScriptedKV:
         self.answer = answer
         self.asked: list[tuple[int, float]] = []
 
-    def presence(self, keys: bytes, timeout_s: float) -> Any:
-        self.asked.append((len(keys) // 16, timeout_s))
-        return self.answer(keys)
+    def presence(self, names: KVNames, timeout_s: float) -> Any:
+        self.asked.append((len(names.blob) // 16, timeout_s))
+        return self.answer(names.blob)
 
-    def note_stored(self, keys: bytes) -> None: ...
+    def note_stored(self, names: bytes, engine: str) -> None: ...
 
     def settle_notes(self, timeout_s: float) -> bool:
         return True
@@ -315,8 +316,8 @@ def test_an_eviction_reported_while_rows_are_being_written_counts() -> None:
     assert node.server.lease(lease_request(node)).num_tokens == 4
 
 
-def test_kv_events_have_to_be_heard_of() -> None:
-    node = Node(kv_source="vllm_events")
+def test_kv_that_storing_does_not_imply_has_to_be_heard_of() -> None:
+    node = Node(told_only=True)
     put(node.server)
     keys = node.server._database({}).chunk_keys(TOKENS)
     assert node.server.retrieve_hidden_states(TOKENS) is None

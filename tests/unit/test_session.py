@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from hs_cache import attachment, session
+from hs_cache import attachment, server, session
 from hs_cache.errors import (
     CacheClosedError,
     InvalidInputError,
@@ -27,7 +27,11 @@ from tests.direct import (
     HIDDEN_DIM,
     Clock,
     DirectCache,
+    Fault,
     Node,
+    lost_call,
+    lost_reply,
+    make_nodes,
     make_rows,
     refused,
     run_script,
@@ -488,6 +492,85 @@ def test_kv_reports_reach_the_node() -> None:
     for wrong in ([b"x"], b"x" * 17, [keys[0], 5], [0.5], "text"):
         with pytest.raises(InvalidInputError):
             cache.report("report_evicted", wrong)
+
+
+def test_two_engines_of_a_node_speak_for_themselves() -> None:
+    node = Node()
+    one, two = (DirectCache(node, engine=engine) for engine in ("one", "two"))
+    one.put(TOKENS)
+    two.put(TOKENS[:8])
+    one.report("report_evicted", TOKENS)
+    assert two.retrieve(TOKENS).num_tokens == 8, "what the other has is there, what neither has is gone"
+    assert node.index.stats().engines == ("one", "two")
+    assert node.server.num_cached_chunks() == 2
+    two.report("resync", [])
+    assert one.retrieve(TOKENS).ended_by == "kv_absent"
+
+
+@pytest.mark.parametrize("fault", [lost_call, lost_reply])
+def test_a_kv_report_that_was_lost_leaves_nothing_present(fault: Fault) -> None:
+    node = Node()
+    cache, other = DirectCache(node), DirectCache(node, engine="other")
+    cache.put(TOKENS)
+    other.put(make_tokens("x"))
+    assert cache.report("report_stored", TOKENS)
+    cache.faults[0] = fault
+    assert not cache.report("report_evicted", TOKENS[:4])
+    assert cache.report("report_stored", make_tokens("yz"))
+    hit = cache.retrieve(TOKENS)
+    assert (hit.num_tokens, hit.ended_by) == (0, "kv_unknown" if fault is lost_call else "kv_absent")
+    assert other.retrieve(make_tokens("x"))
+    cache.put(TOKENS)
+    assert cache.retrieve(TOKENS).num_tokens == len(TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "message"),
+    [
+        ("engine", 3, "engine: got int, expected str"),
+        ("kv_tags", {"user": 3}, "kv_tags: got .* expected a mapping of str to str"),
+        ("kv_tags", "user", "kv_tags: got 'user', expected a mapping"),
+    ],
+)
+def test_wrong_words_about_an_engine_are_refused(argument: str, value: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        Session({}, strict=False, **{argument: value})
+
+
+class Numbered:
+    """Names chunks by their number in the prompt."""
+
+    def names(self, known: bytes, tokens: Any, mm_spans: Any, chunk_size: int) -> bytes:
+        first = len(known) // 16
+        return b"".join((first + i).to_bytes(16, "big") for i in range(-(-len(tokens) // chunk_size)))
+
+
+def test_a_source_that_names_chunks_is_asked_by_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (session, server):
+        monkeypatch.setattr(module, "kv_naming", lambda config, space: Numbered())
+    monkeypatch.setattr(server, "NAMING_SOURCES", {"reports"})
+    nodes = make_nodes(2, told_only=True)
+    cache = DirectCache(nodes[0], kv_tags={"user": "a"})
+    cache.put(TOKENS[:8])
+    writer = cache.session.open_request("request", ())
+    cache.run(cache.session.append(writer, TOKENS[:10], {0: make_rows(TOKENS[:10])}))
+    cache.run(cache.session.append(writer, TOKENS[10:], {0: make_rows(TOKENS[10:])}))
+    assert cache.retrieve(TOKENS).ended_by == "kv_unknown"
+    assert cache.explain(TOKENS) == ["kv_unknown"] * 3
+    nodes[0].index.report_stored(b"".join(number.to_bytes(16, "big") for number in (0, 2)))
+    assert cache.explain(TOKENS) == ["ok", "kv_unknown", "ok"]
+    assert cache.retrieve(TOKENS).num_tokens == 4
+    assert (cache.plan(TOKENS).kv_tokens, cache.plan(TOKENS[:4]).kv_tokens) == (4, 4)
+    nodes[0].index.report_stored((1).to_bytes(16, "big"))
+    nodes[0].controller.hear_all()
+    other = DirectCache(nodes[1])
+    assert other.retrieve(TOKENS).num_tokens == 12, "the other node asks its own KV side by the names that came along"
+    assert other.explain(TOKENS) == ["ok"] * 3
+    back = nodes[0].server.retrieve_hidden_states(TOKENS)
+    assert back is not None
+    assert len(back) == 12
+    nodes[0].index.report_evicted((1).to_bytes(16, "big"))
+    assert cache.retrieve(TOKENS).ended_by == "kv_absent"
 
 
 # Life cycle

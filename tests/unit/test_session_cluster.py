@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from hs_cache import effects, gathering, session, troubles
+from hs_cache import attachment, effects, gathering, session, troubles
 from hs_cache.errors import InvalidInputError, ServiceError, ServiceTimeoutError
+from hs_cache.keys import KVNames
 from hs_cache.results import PrefixHit
 from hs_cache.retrieval import Ask, Piece
 from hs_cache.session import Session
@@ -45,7 +46,7 @@ TIMEOUT_S = 2.0
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (effects, troubles, session):
+    for module in (attachment, effects, troubles, session):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -315,10 +316,10 @@ def test_kv_that_is_absent_here_may_be_present_elsewhere(far: bool) -> None:
 class Asleep:
     """A KV side that doesn't answer."""
 
-    def presence(self, keys: bytes, timeout_s: float) -> Sequence[int]:
+    def presence(self, names: KVNames, timeout_s: float) -> Sequence[int]:
         raise TimeoutError
 
-    def note_stored(self, keys: bytes) -> None: ...
+    def note_stored(self, names: bytes, engine: str) -> None: ...
 
     def settle_notes(self, timeout_s: float) -> bool:
         return True

@@ -1,0 +1,12 @@
+"""Which names the chunks of a prefix have at the service's KV source, where it doesn't know our keys."""
+
+from hs_cache.config import CacheConfig
+from hs_cache.keys import KeySpace, KVNaming
+
+NAMING_SOURCES = frozenset({"lmcache", "vllm_events"})
+"""Values of ``kv_source`` that come with names of their own."""
+
+
+def kv_naming(config: CacheConfig, space: KeySpace) -> KVNaming | None:
+    """The naming of a service with these settings, for prefixes of `space`; None where chunks go by their keys."""
+    return None

@@ -1,0 +1,94 @@
+"""KV presence from what engines report by themselves, through ``cache.kv`` or by the `KVActor`'s handle."""
+
+from collections import OrderedDict
+from enum import Enum
+
+from hs_cache.errors import InvalidInputError
+from hs_cache.keys import KEY_BYTES
+from hs_cache.kv_presence import KVIndex, KVStatistics, united
+from hs_cache.messages import ReportNumber, split_keys
+
+_MAX_ENGINES = 64
+_MAX_SENDERS = 4096
+
+
+class Report(Enum):
+    """What an engine says of chunks; the values are names of `KVIndex`'s methods."""
+
+    STORED = "report_stored"
+    EVICTED = "report_evicted"
+    RESYNC = "resync"
+
+
+class ReportedKV:
+    """A `hs_cache.kv_presence.KVSource`: one index per engine of the node, each fed by that engine's own reports.
+
+    Reports of one sender about one engine are numbered. When one is missing, what this engine had said is unknown,
+    until it says so anew, or resyncs.
+
+    Args:
+        capacity: most chunks remembered per engine.
+        store_implies_present: see `KVIndex`.
+    """
+
+    def __init__(self, capacity: int, *, store_implies_present: bool = True) -> None:
+        self._capacity = capacity
+        self._store_implies_present = store_implies_present
+        self._indexes: dict[str, KVIndex] = {}
+        self._numbers: OrderedDict[tuple[str, bytes], int] = OrderedDict()
+        self._gaps = 0
+
+    def presence(self, names: bytes, tags: tuple[tuple[str, str], ...] = (), timeout_s: float = 0.0) -> bytes:
+        """See `KVSource`; doesn't block. Before any engine has said anything, all is unknown."""
+        count = len(names) // KEY_BYTES
+        return united([index.says(names) for index in self._indexes.values()], count)
+
+    def note_stored(self, names: bytes, engine: str = "") -> None:
+        """See `KVSource`."""
+        self._index(engine).note_stored(names)
+
+    def report(self, what: Report, keys: bytes, engine: str = "", number: ReportNumber | None = None) -> None:
+        """Take in what an engine says; without a number it is taken as it comes.
+
+        Raises:
+            InvalidInputError: these aren't keys, or the node has more than 64 engines; nothing was changed.
+        """
+        split_keys(keys)  # refuses what are none
+        index = self._index(engine)
+        if number is not None and self._is_behind_a_gap(engine, number):
+            index.forget()
+            self._gaps += 1
+        getattr(index, what.value)(keys)
+
+    def stats(self) -> KVStatistics:
+        """Counts over all engines."""
+        of_each = [index.stats() for index in self._indexes.values()]
+        unlisted = {stats.unlisted for stats in of_each} or {"unknown"}
+        return KVStatistics(
+            present=sum(stats.present for stats in of_each),
+            absent=sum(stats.absent for stats in of_each),
+            unknown=sum(stats.unknown for stats in of_each),
+            unlisted=unlisted.pop() if len(unlisted) == 1 else "unknown",
+            reports_total=sum(stats.reports_total for stats in of_each),
+            engines=tuple(sorted(self._indexes)),
+            gaps_total=self._gaps,
+        )
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def _index(self, engine: str) -> KVIndex:
+        index = self._indexes.get(engine)
+        if index is None:
+            if len(self._indexes) >= _MAX_ENGINES:
+                raise InvalidInputError(f"engine: got {engine!r:.60}, expected one of the {_MAX_ENGINES} known ones")
+            index = self._indexes[engine] = KVIndex(self._capacity, store_implies_present=self._store_implies_present)
+        return index
+
+    def _is_behind_a_gap(self, engine: str, number: ReportNumber) -> bool:
+        sender = (engine, number.sender)
+        last = self._numbers.pop(sender, None)
+        self._numbers[sender] = number.number
+        while len(self._numbers) > _MAX_SENDERS:
+            self._numbers.popitem(last=False)
+        return number.number != (0 if last is None else last + 1)
