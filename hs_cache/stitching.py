@@ -407,6 +407,8 @@ class Stitcher:
                 parent = _parent(database, plan.keys, position)
                 for place in [place for place in self._open if place[0] == parent]:
                     for chunk in list(self._open[place]):
+                        if chunk not in self._places:  # lost meanwhile, to the bound
+                            continue
                         chunk.drop(plan.specs)
                         self._held.forget(chunk)
                         if chunk.nbytes:
