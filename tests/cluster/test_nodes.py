@@ -232,6 +232,8 @@ def test_hidden_state_actors_killed_amid_traffic(nodes: Nodes, everywhere: str) 
             pid = pid_of(everywhere, HIDDEN_STATES, node_id)
             kill(pid)
             assert pid_of(everywhere, HIDDEN_STATES, node_id) != pid
+        for user in users.values():
+            _wait_for_more(user, "stored", "own")  # its rows are in the last of the pools
     finally:
         ray.get([user.stop.remote() for user in users.values()])
     assert ray.get(running) == [[], []]
