@@ -236,9 +236,9 @@ class HiddenStateActor:
         """See `CacheServer.num_cached_chunks`."""
         return self._server.num_cached_chunks()
 
-    def drop_key(self, key: bytes) -> bool:
+    def drop_key(self, key: bytes, space: bytes | None = None) -> bool:
         """See `CacheServer.drop_key`."""
-        return self._server.drop_key(key)
+        return self._server.drop_key(key, space)
 
     def stats(self) -> NodeStatistics:
         """See `CacheServer.stats`."""

@@ -140,7 +140,7 @@ class ChunkTable:
         self.use_spec(chunk.space, spec)
 
     def unlink(self, chunk: Chunk, why: str = EVICTED) -> None:
-        """Drop a chunk from the table; its memory is freed now, or with its last hold."""
+        """Drop a chunk from the table; its memory is freed now, or with its last hold. `why` is remembered if given."""
         if chunk.holds:
             self.held_bytes -= chunk.nbytes
             self.stranded_bytes += chunk.nbytes
@@ -255,7 +255,8 @@ class ChunkTable:
 
     def _remove(self, chunk: Chunk, why: str) -> None:
         chunk.linked = False
-        self._departed[chunk.key] = why
+        if why:
+            self._departed[chunk.key] = why
         if len(self._departed) > _MAX_DEPARTED:
             self._departed.popitem(last=False)
         del self._chunks[chunk.key]

@@ -106,6 +106,9 @@ class ReserveRequest:
     `keys` names every chunk of the prefix, `num_tokens` is what they cover. `kv_local`: the writer's KV lives on the
     actor's node, in the engine of that name. `kv`: what its KV source calls the chunks, if not by their keys.
     `releases` are ids the client has finished with; they end before room is looked for.
+
+    With `keep`, what is committed replaces chunks of the same keys, and is held under `hold_id` until it is dropped,
+    the id is released or the client is gone; then it goes. For clients without the pool, it only replaces.
     """
 
     incarnation: bytes
@@ -120,6 +123,7 @@ class ReserveRequest:
     engine: str = ""
     kv: KVNames | None = None
     releases: tuple[int, ...] = ()
+    keep: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +137,17 @@ class ReserveReply:
 
 @dataclass(frozen=True, slots=True)
 class CommitReply:
-    """`stored`, `present`, `failed`: chunk counts; `prefix_tokens`: how far all layers of the store reach."""
+    """`stored`, `present`, `failed`: chunk counts; `prefix_tokens`: how far all layers of the store reach.
+
+    `alone` is as in `LeaseReply`.
+    """
 
     incarnation: bytes
     stored: int
     present: int
     failed: int
     prefix_tokens: int
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +155,8 @@ class LeaseRequest:
     """The longest prefix of `keys` with every layer of `layers`, held for the client until it releases `hold_id`.
 
     With `first_chunk`, the run of chunks from there on. `hinted`: the directory said that the keys are on this node.
-    Where rows are sent, those of tokens before `start_token` are left out. `kv` as in `ReserveRequest`.
+    Where rows are sent, those of tokens before `start_token` are left out. `kv` as in `ReserveRequest`. Unless it is
+    `counted`, it is no retrieve in the node's statistics.
     """
 
     incarnation: bytes
@@ -162,6 +171,7 @@ class LeaseRequest:
     hinted: bool = False
     kv: KVNames | None = None
     releases: tuple[int, ...] = ()
+    counted: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +295,7 @@ class StoreStatistics:
     num_chunks: int
     num_leases: int
     num_reservations: int
+    num_kept: int
     stored_chunks_total: int
     evicted_chunks_total: int
     kv_dropped_chunks_total: int

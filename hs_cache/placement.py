@@ -25,6 +25,8 @@ class Reservation:
         present: by position, the chunks of the prefix that were there, and are held.
         writes: by position and layer_idx, the extents to be written.
         headless: whether the head of the prefix may be on another node.
+        replace: whether what is written replaces what is there.
+        keep: whether what is written stays held when it is committed.
     """
 
     space: bytes
@@ -35,6 +37,8 @@ class Reservation:
     specs: tuple[LayerSpec, ...]
     kv_local: bool
     headless: bool
+    replace: bool = False
+    keep: bool = False
     present: dict[int, Chunk] = field(default_factory=dict)
     writes: dict[int, dict[int, Extent]] = field(default_factory=dict)
 

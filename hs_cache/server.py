@@ -321,9 +321,13 @@ class CacheServer:
         """Chunks in the index."""
         return self._store.stats().num_chunks
 
-    def drop_key(self, key: bytes) -> bool:
-        """Drop a chunk with all its layers; idempotent. Rows already handed out stay valid."""
-        return self._store.drop(check_key(key))
+    def drop_key(self, key: bytes, space: bytes | None = None) -> bool:
+        """Drop a chunk with all its layers; idempotent. Rows already handed out stay valid.
+
+        Args:
+            space: fingerprint of the key space that it must be of.
+        """
+        return self._store.drop(check_key(key), space=space)
 
     def stats(self) -> NodeStatistics:
         """A snapshot."""
@@ -438,6 +442,8 @@ class CacheServer:
             first_chunk=request.first_chunk,
             specs=request.specs,
             kv_local=request.kv_local,
+            replace=request.keep,
+            keep=request.keep and hold[0] in self._clients,  # of no other is it known when it is gone
         )
         if request.kv_local and (names := self._kv_names(named)) is not None:
             # Noted now and awaited at the commit: it overlaps the copy, and an eviction reported later still counts.
@@ -456,7 +462,9 @@ class CacheServer:
     def _commit(self, hold: HoldId) -> CommitReply:
         self._kv.settle_notes(self._config.rpc_timeout_s * _KV_SHARE_OF_DEADLINE)
         done = self._store.commit(hold)
-        return CommitReply(self._pool.incarnation, done.stored, done.present, done.failed, done.prefix_tokens)
+        return CommitReply(
+            self._pool.incarnation, done.stored, done.present, done.failed, done.prefix_tokens, self._alone
+        )
 
     def _lease(self, hold: HoldId, request: LeaseRequest) -> LeaseReply:
         named, first = self._checked_keys(request), request.first_chunk
@@ -470,12 +478,13 @@ class CacheServer:
             request.timeout_s * _KV_SHARE_OF_DEADLINE,
         )
         granted = self._store.settle(hold, presence)
-        with self._lock:
-            self._retrieves += 1
-            self._hits += granted.num_tokens > 0
-            self._asked += request.num_tokens - request.first_chunk * self._config.chunk_size
-            self._served += granted.num_tokens
-            self._kv_unknown += granted.ended_by == "kv_unknown"
+        if request.counted:
+            with self._lock:
+                self._retrieves += 1
+                self._hits += granted.num_tokens > 0
+                self._asked += request.num_tokens - request.first_chunk * self._config.chunk_size
+                self._served += granted.num_tokens
+                self._kv_unknown += granted.ended_by == "kv_unknown"
         return LeaseReply(
             self._pool.incarnation,
             granted.num_tokens,

@@ -6,6 +6,8 @@ Memory is always in one of four states, and `HiddenStateStore.check` proves it:
 * *reserved*: being written; invisible until its reservation is committed;
 * *resident*: rows of a chunk in the index, readable, evictable unless held;
 * *stranded*: dropped from the index while still held; freed when the last hold ends.
+
+A chunk may be *kept*: it is resident and held by its writer, so it isn't evicted, and it goes when that hold ends.
 """
 
 import threading
@@ -18,7 +20,7 @@ from hs_cache.chunks import Chunk, ChunkTable
 from hs_cache.errors import InvalidInputError, StaleIncarnationError
 from hs_cache.extents import Extent
 from hs_cache.kv_presence import Presence
-from hs_cache.messages import KV_ABSENT, LAYER_MISSING, NEVER_STORED, OK, LayerSpec, Run, StoreStatistics
+from hs_cache.messages import EVICTED, KV_ABSENT, LAYER_MISSING, NEVER_STORED, OK, LayerSpec, Run, StoreStatistics
 from hs_cache.placement import Reservation, place
 
 HoldId = tuple[bytes, int]
@@ -34,6 +36,13 @@ class _Lease:
     first_chunk: int
     asked_chunks: int
     confirmed: tuple[int, ...]  # each chunk's count when the KV side was about to be asked
+
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    """What became of a reservation that keeps: its chunks live exactly as long as this hold."""
+
+    chunks: list[Chunk]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +115,8 @@ class HiddenStateStore:
         self._table = ChunkTable(capacity_bytes)
         self._chunk_size = chunk_size
         self._max_leased_bytes = max_leased_fraction * self._table.capacity_bytes
-        self._holds: dict[HoldId, _Lease | Reservation] = {}
+        self._holds: dict[HoldId, _Lease | Reservation | _Kept] = {}
+        self._keepers: dict[Chunk, HoldId] = {}  # by whom a chunk is kept
         self._tombstones: OrderedDict[HoldId, None] = OrderedDict()
         self._alone = True
         self._changed = threading.Event()
@@ -132,6 +142,8 @@ class HiddenStateStore:
         first_chunk: int,
         specs: tuple[LayerSpec, ...],
         kv_local: bool,
+        replace: bool = False,
+        keep: bool = False,
     ) -> Reserved:
         """Find room for the layers of chunks ``first_chunk ..`` that aren't there yet, and hold the chunks that are.
 
@@ -140,6 +152,10 @@ class HiddenStateStore:
         hole in every layer of `specs`, and no other node could have it, the rows could not be served yet, so only free
         room is used.
 
+        With `replace`, chunks ``first_chunk ..`` are written whatever there is of them, and the commit puts them in the
+        place of that, in one step. With `keep`, which implies it, they stay held under the same id once they are
+        committed: they are not evicted, and are dropped when that hold ends. Whoever drops such a chunk ends its hold.
+
         Raises:
             InvalidInputError: a layer has another hidden_dim or dtype in this key space, or the id is in use.
         """
@@ -147,11 +163,22 @@ class HiddenStateStore:
             if self._given_up(hold):
                 return Reserved((), len(keys) - first_chunk)
             self._check_specs(space, specs)
-            held = Reservation(space, keys, num_tokens, self._chunk_size, first_chunk, specs, kv_local, not self._alone)
+            held = Reservation(
+                space,
+                keys,
+                num_tokens,
+                self._chunk_size,
+                first_chunk,
+                specs,
+                kv_local,
+                headless=not self._alone,
+                replace=replace or keep,
+                keep=keep,
+            )
             self._holds[hold] = held
             for spec in specs:
                 self._table.use_spec(space, spec)
-            for position, key in enumerate(keys):
+            for position, key in enumerate(keys[:first_chunk] if held.replace else keys):
                 if (chunk := self._table.get(key)) is not None:
                     self._table.hold(chunk)
                     held.present[position] = chunk
@@ -168,7 +195,8 @@ class HiddenStateStore:
             return Reserved(_merge(pieces), refused)
 
     def commit(self, hold: HoldId) -> Committed:
-        """Make the chunks of a reservation visible, and end it. First come, first kept: rows already there stay.
+        """Make the chunks of a reservation visible, and end it. First come, first kept: rows already there stay, unless
+        they are to be replaced.
 
         Raises:
             StaleIncarnationError: there is no such reservation (it was given up, or its client counted as gone).
@@ -178,6 +206,10 @@ class HiddenStateStore:
             if not isinstance(held, Reservation):
                 raise StaleIncarnationError("this reservation is no longer held here")
             stored = present = 0
+            kept: dict[Chunk, None] = {}
+            for position in held.writes if held.replace else ():
+                if (chunk := self._table.get(held.keys[position])) is not None:
+                    self._unlink(chunk, "")
             for position in range(held.first_chunk, len(held.keys)):
                 if position in held.writes:
                     linked, new = self._link(held, position)
@@ -187,8 +219,11 @@ class HiddenStateStore:
                     present += self._complete(held, position)
                 if (chunk := self._table.get(held.keys[position])) is not None:
                     chunk.confirmed += 1
+                    if held.keep and position in held.writes:
+                        kept[chunk] = None
             held.writes.clear()
             self._end(hold)
+            self._keep(hold, list(kept))
             self._stored_total += stored
             self._note_changes(stored > 0)
             prefix = self._table.order_prefix(held.keys, headless=not self._alone)
@@ -255,8 +290,7 @@ class HiddenStateStore:
             for chunk, state, confirmed in zip(found, presence, held.confirmed, strict=True):
                 # A store that was committed meanwhile says that the chunk's KV has been written anew.
                 if state == Presence.ABSENT and chunk.linked and chunk.confirmed == confirmed:
-                    self._table.unlink(chunk, KV_ABSENT)
-                    self._note_changes()
+                    self._unlink(chunk, KV_ABSENT)
                     self._kv_dropped_total += 1
             for chunk in found[kept:]:
                 self._table.let_go(chunk, lease=True)
@@ -270,7 +304,7 @@ class HiddenStateStore:
             return Granted(num_tokens, specs, self._lease_runs(held, specs), must_copy, ended_by)
 
     def release(self, owner: bytes, ids: Iterable[int]) -> None:
-        """End leases and give up reservations; idempotent. An id not known yet is refused when it arrives."""
+        """End leases, give up reservations, drop what is kept; idempotent. An id not known yet is refused later."""
         with self._lock:
             for number in ids:
                 if (owner, number) in self._holds:
@@ -321,14 +355,17 @@ class HiddenStateStore:
             chunk = self._table.get(key)
             return chunk is not None and layer_idx in chunk.layers
 
-    def drop(self, key: bytes) -> bool:
-        """Drop a chunk with all its layers; False when it isn't there. Whoever holds it keeps its memory."""
+    def drop(self, key: bytes, *, space: bytes | None = None) -> bool:
+        """Drop a chunk with all its layers; False when it isn't there. Whoever leases it keeps its memory.
+
+        `space`: the key space that it must be of; others are left alone.
+        """
         with self._lock:
             chunk = self._table.get(key)
-            if chunk is not None:
-                self._table.unlink(chunk)
-                self._note_changes()
-            return chunk is not None
+            if chunk is None or space not in (None, chunk.space):
+                return False
+            self._unlink(chunk, "" if chunk in self._keepers else EVICTED)
+            return True
 
     def take_changes(self) -> dict[bytes, bool]:
         """Keys that were entered (True) or dropped (False) since the last call or `snapshot`."""
@@ -345,6 +382,7 @@ class HiddenStateStore:
         """A consistent snapshot; O(holds)."""
         with self._lock:
             leases = sum(isinstance(held, _Lease) for held in self._holds.values())
+            kept = sum(isinstance(held, _Kept) for held in self._holds.values())
             return StoreStatistics(
                 capacity_bytes=self._table.capacity_bytes,
                 free_bytes=self._table.free_bytes,
@@ -354,7 +392,8 @@ class HiddenStateStore:
                 leased_bytes=self._table.leased_bytes,
                 num_chunks=len(self._table),
                 num_leases=leases,
-                num_reservations=len(self._holds) - leases,
+                num_reservations=len(self._holds) - leases - kept,
+                num_kept=len(self._keepers),
                 stored_chunks_total=self._stored_total,
                 evicted_chunks_total=self._evicted_total,
                 kv_dropped_chunks_total=self._kv_dropped_total,
@@ -365,24 +404,32 @@ class HiddenStateStore:
         """Audit every invariant from the ground up; raises AssertionError. Takes the lock; O(everything).
 
         No two extents overlap; every byte is free, reserved, resident or stranded; nothing held is free; each
-        chunk counts its holds; a lease has all its layers; heads are warmer than tails; a layer has one spec per key
-        space.
+        chunk counts its holds; a lease has all its layers; what is kept is in the index, and knows by whom; heads are
+        warmer than tails; a layer has one spec per key space.
         """
         with self._lock:
             holds: Counter[Chunk] = Counter()
             leases: Counter[Chunk] = Counter()
             reserved: list[Extent] = []
             specs: list[tuple[bytes, LayerSpec]] = []
-            for held in self._holds.values():
+            keepers: dict[Chunk, HoldId] = {}
+            for hold, held in self._holds.items():
                 if isinstance(held, _Lease):
                     assert all(layer in chunk.layers for chunk in held.chunks for layer in held.layers)
                     holds.update(held.chunks)
                     leases.update(held.chunks)
+                elif isinstance(held, _Kept):
+                    assert held.chunks, "a hold keeps nothing"
+                    assert all(chunk.linked for chunk in held.chunks), "a chunk that was dropped is kept"
+                    assert keepers.keys().isdisjoint(held.chunks), "a chunk is kept twice"
+                    holds.update(held.chunks)
+                    keepers |= dict.fromkeys(held.chunks, hold)
                 else:
                     assert all(held.keys[position] == chunk.key for position, chunk in held.present.items())
                     holds.update(held.present.values())
                     reserved += held.extents()
                     specs += ((held.space, spec) for spec in held.specs)
+            assert keepers == self._keepers, "a chunk doesn't know by whom it is kept"
             self._table.check(holds=holds, leases=leases, reserved=reserved, specs=specs)
 
     # Everything below is called with the lock held.
@@ -409,6 +456,26 @@ class HiddenStateStore:
                     f"{spec.dtype}, expected hidden_dim {known.hidden_dim} and dtype {known.dtype} as stored "
                     "before in this key space"
                 )
+
+    def _keep(self, hold: HoldId, chunks: list[Chunk]) -> None:
+        if chunks:
+            self._holds[hold] = _Kept(chunks)
+        for chunk in chunks:
+            self._table.hold(chunk)
+            self._keepers[chunk] = hold
+
+    def _unlink(self, chunk: Chunk, why: str) -> None:
+        """Drop a chunk, and end the hold that kept it: nobody can take it any more."""
+        self._table.unlink(chunk, why)
+        self._note_changes()
+        keeper = self._keepers.pop(chunk, None)
+        if keeper is not None:
+            kept = self._holds[keeper]
+            assert isinstance(kept, _Kept)
+            kept.chunks.remove(chunk)
+            if not kept.chunks:
+                del self._holds[keeper]
+            self._table.let_go(chunk)
 
     def _complete(self, held: Reservation, position: int) -> bool:
         chunk = self._table.get(held.keys[position])
@@ -448,7 +515,12 @@ class HiddenStateStore:
         return _merge(pieces)
 
     def _end(self, hold: HoldId) -> None:
-        held = self._holds.pop(hold)
+        held = self._holds[hold]
+        if isinstance(held, _Kept):
+            for chunk in list(held.chunks):
+                self._unlink(chunk, "")
+            return
+        del self._holds[hold]
         if isinstance(held, _Lease):
             for chunk in held.chunks:
                 self._table.let_go(chunk, lease=True)

@@ -10,8 +10,8 @@ import pytest
 from hs_cache.errors import InvalidInputError, StaleIncarnationError
 from hs_cache.extents import Extent
 from hs_cache.kv_presence import Presence
-from hs_cache.messages import Run, split_keys
-from hs_cache.store import Committed, Granted, HiddenStateStore, Reserved
+from hs_cache.messages import NEVER_STORED, LayerSpec, Run, split_keys
+from hs_cache.store import Committed, Granted, HiddenStateStore, HoldId, Reserved
 from tests.builders import (
     CHUNK_SIZE,
     OWNER,
@@ -20,6 +20,7 @@ from tests.builders import (
     coverage,
     lease,
     make_keys,
+    make_space,
     make_spec,
     make_store,
     make_tokens,
@@ -929,3 +930,157 @@ def test_four_threads_on_one_store() -> None:
     stats = store.stats()
     assert stats.evicted_chunks_total > 100
     assert (stats.reserved_bytes, stats.stranded_bytes, stats.leased_bytes, stats.num_leases) == (0, 0, 0, 0)
+
+
+def keep(
+    store: HiddenStateStore, hold: HoldId, prompt: str, *specs: LayerSpec, replace_only: bool = False
+) -> Committed:
+    """Reserve what replaces and, usually, is kept; commit."""
+    store.reserve(
+        hold,
+        space=make_space().fingerprint,
+        keys=make_keys(prompt),
+        num_tokens=len(prompt) * CHUNK_SIZE,
+        first_chunk=0,
+        specs=specs or (make_spec(),),
+        kv_local=False,
+        replace=replace_only,
+        keep=not replace_only,
+    )
+    return store.commit(hold)
+
+
+def test_what_is_kept_is_not_evicted_and_goes_with_its_hold() -> None:
+    store = make_store(4)
+    empty = store.stats()
+    assert keep(store, (OWNER, 1), "a").stored == 1
+    assert (store.stats().num_kept, store.stats().num_reservations) == (1, 0)
+    assert put(store, "wxyz").stored == 3
+    assert put(store, "uvst").stored == 3
+    assert coverage(store, "a") == "a"
+    store.check()
+    store.release(OWNER, [1])
+    assert coverage(store, "a") == "."
+    store.check()
+    for key in make_keys("uvst"):
+        store.drop(key)
+    assert store.stats().free_bytes == empty.free_bytes
+    assert store.stats().num_kept == 0
+
+
+@pytest.mark.parametrize("end", ["drop", "release", "release_owner", "end", "kv_absent", "replaced"])
+def test_every_end_of_what_is_kept(end: str) -> None:
+    store = make_store(4)
+    empty = store.stats()
+    hold = (OWNER, 1)
+    keep(store, hold, "a")
+    (key,) = make_keys("a")
+    if end == "drop":
+        assert store.drop(key)
+        assert not store.drop(key)
+    elif end == "release":
+        store.release(OWNER, [1])
+    elif end == "release_owner":
+        assert store.release_owner(OWNER) == 1
+    elif end == "end":
+        store.end(hold)
+    elif end == "kv_absent":
+        lease(store, (OWNER, 2), "a", presence=[Presence.ABSENT])
+    else:
+        assert keep(store, (OWNER, 2), "a").stored == 1
+        assert store.stats().num_kept == 1
+        store.check()
+        store.release(OWNER, [1])  # a release of what is no longer there
+        assert coverage(store, "a") == "a"
+        store.release(OWNER, [2])
+    store.check()
+    assert coverage(store, "a") == "."
+    stats = store.stats()
+    assert (stats.free_bytes, stats.num_kept, stats.num_chunks) == (empty.free_bytes, 0, 0)
+    with pytest.raises(StaleIncarnationError):
+        store.commit(hold)
+
+
+def test_what_is_kept_and_dropped_stays_for_who_leases_it() -> None:
+    store = make_store(4)
+    keep(store, (OWNER, 1), "a")
+    granted = lease(store, (b"reader", 1), "a")
+    assert store.drop(make_keys("a")[0], space=make_space().fingerprint)
+    store.check()
+    assert store.stats().stranded_bytes == SLOT_BYTES
+    memory = PoolMemory(4)
+    memory.write(granted.runs, granted.specs, 5)
+    assert put(store, "wxyz").stored == 3
+    store.check()
+    store.release(b"reader", [1])
+    assert store.stats().stranded_bytes == 0
+    store.check()
+
+
+def test_drop_of_another_key_space_changes_nothing() -> None:
+    store = make_store(4)
+    keep(store, (OWNER, 1), "a")
+    assert not store.drop(make_keys("a")[0], space=bytes(16))
+    assert coverage(store, "a") == "a"
+    store.check()
+
+
+@pytest.mark.parametrize("replace_only", [True, False])
+def test_a_replacement_takes_the_place_in_one_step(replace_only: bool) -> None:
+    store = make_store(8)
+    put(store, "ab", make_spec(0), make_spec(1))
+    reader = lease(store, (b"reader", 1), "a")
+    hold = (OWNER, 1)
+    reserved = store.reserve(
+        hold,
+        space=make_space().fingerprint,
+        keys=make_keys("a"),
+        num_tokens=CHUNK_SIZE,
+        first_chunk=0,
+        specs=(make_spec(),),
+        kv_local=False,
+        replace=replace_only,
+        keep=not replace_only,
+    )
+    assert len(reserved.runs) == 1
+    assert reserved.runs != reader.runs
+    assert coverage(store, "a", 1) == "a"
+    done = store.commit(hold)
+    assert (done.stored, done.present, done.failed) == (1, 0, 0)
+    assert (coverage(store, "a", 0), coverage(store, "a", 1)) == ("a", ".")
+    assert lease(store, (b"reader", 2), "a").runs == reserved.runs
+    store.check()
+    assert store.stats().num_kept == (0 if replace_only else 1)
+    store.release_owner(b"reader")
+    store.check()
+
+
+def test_what_does_not_fit_is_not_kept() -> None:
+    store = make_store(2)
+    keep(store, (OWNER, 1), "ab")
+    done = keep(store, (OWNER, 2), "c")
+    assert (done.stored, done.failed) == (0, 1)
+    assert coverage(store, "ab") == "ab"
+    assert store.stats().num_kept == 2
+    store.check()
+
+
+def test_a_key_that_is_named_twice_is_kept_once() -> None:
+    store = make_store(4)
+    (key,) = make_keys("a")
+    hold = (OWNER, 1)
+    options = {"num_tokens": 2 * CHUNK_SIZE, "first_chunk": 0, "specs": (make_spec(),), "kv_local": False, "keep": True}
+    store.reserve(hold, space=make_space().fingerprint, keys=[key, key], **options)  # type: ignore[arg-type]
+    store.commit(hold)
+    store.check()
+    assert store.stats().num_kept == 1
+    store.release(OWNER, [1])
+    store.check()
+    assert store.stats().free_bytes == store.stats().capacity_bytes
+
+
+def test_why_it_went_is_not_remembered() -> None:
+    store = make_store(4)
+    keep(store, (OWNER, 1), "a")
+    store.drop(make_keys("a")[0])
+    assert store.survey(make_keys("a"), (0,)).reasons == (NEVER_STORED,)

@@ -30,6 +30,7 @@ PROMPTS = st.sampled_from(
     ]
 )
 LAYERS = st.sampled_from([(0,), (1,), (0, 1), (1, 0)])
+WAYS = st.sampled_from(["first wins"] * 4 + ["replace", "keep", "keep"])
 SKIPPED = st.sampled_from([0, 0, 0, 1, 2])
 OWNERS = st.sampled_from([b"x", b"y", b"z"])
 STATES = st.lists(st.sampled_from([Presence.PRESENT] * 8 + [Presence.ABSENT, Presence.UNKNOWN]), min_size=6, max_size=6)
@@ -40,6 +41,8 @@ class Writer:
     tokens: tuple[int, ...]
     first_chunk: int
     layers: tuple[int, ...]
+    replace: bool
+    keep: bool
     write_id: int
     runs: tuple[Run, ...]
 
@@ -64,6 +67,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.readers: dict[HoldId, Reader] = {}
         self.found: dict[HoldId, tuple[int, tuple[bytes, ...], tuple[int, ...], tuple[int, ...]]] = {}
         self.confirmed: Counter[bytes] = Counter()  # commits that found a chunk there or made it
+        self.kept: dict[HoldId, set[bytes]] = {}  # is in `held` too
         self.held: dict[HoldId, set[bytes]] = {}  # less what was dropped: a chunk stored again later is another one
         self.content: dict[tuple[bytes, int], int] = {}  # what must be found, if anything is
         self.parents: dict[bytes, bytes | None] = {}
@@ -85,8 +89,8 @@ class StoreMachine(RuleBasedStateMachine):
     def held_keys(self) -> set[bytes]:
         return set().union(*self.held.values())
 
-    @rule(target=holds, owner=OWNERS, tokens=PROMPTS, layers=LAYERS, skip=SKIPPED)
-    def reserve(self, owner: bytes, tokens: tuple[int, ...], layers: tuple[int, ...], skip: int) -> HoldId:
+    @rule(target=holds, owner=OWNERS, tokens=PROMPTS, layers=LAYERS, skip=SKIPPED, way=WAYS)
+    def reserve(self, owner: bytes, tokens: tuple[int, ...], layers: tuple[int, ...], skip: int, way: str) -> HoldId:
         hold, keys = self.new_hold(owner), self.keys_of(tokens)
         first_chunk = min(skip, len(keys))
         before, held_before = self.there(), self.held_keys()
@@ -99,12 +103,18 @@ class StoreMachine(RuleBasedStateMachine):
             first_chunk=first_chunk,
             specs=specs,
             kv_local=True,
+            replace=way == "replace",
+            keep=way == "keep",
         )
         after = self.there()
+        anew = way != "first wins"
         self.memory.write(reserved.runs, specs, self.next_id)
         written = set(self.memory.read(reserved.runs, specs))
         missing = {
-            (i, layer) for i in range(first_chunk, len(keys)) for layer in layers if (keys[i], layer) not in before
+            (i, layer)
+            for i in range(first_chunk, len(keys))
+            for layer in layers
+            if anew or (keys[i], layer) not in before
         }
         wanted = sorted({chunk for chunk, _ in missing})
         placed = wanted[: len(wanted) - reserved.refused]
@@ -114,25 +124,28 @@ class StoreMachine(RuleBasedStateMachine):
         evicted = {key for key, _ in before - after}
         assert not evicted & {key for key, _ in after}, "a chunk goes with all its layers"
         assert not evicted & held_before, "what is held is not evicted"
-        kept = placed[-1] + 1 if placed else 0  # what is there already behind the last one placed may go for it
+        kept = (
+            placed[-1] + 1 if placed and not anew else first_chunk if placed else 0
+        )  # what is there already behind the last one placed may go for it
         assert not evicted & set(keys[:kept]), "a store does not evict the prefix that it is storing"
         servable = any(all((key, layer) in before for key in keys[:first_chunk]) for layer in layers)
         servable |= not self.alone  # the head may be on another node
         assert not evicted or (placed and servable), "nothing is evicted for rows that are refused or behind a hole"
-        self.held[hold] = {key for key in keys if (key, 0) in after or (key, 1) in after}
+        used = keys[:first_chunk] if anew else keys
+        self.held[hold] = {key for key in used if (key, 0) in after or (key, 1) in after}
         for key, _ in after:
             # With its head gone a chunk is of no use; only a hold may keep it.
             assert self.parents[key] not in evicted or key in self.held_keys(), "heads survive tails"
-        self.writers[hold] = Writer(tokens, first_chunk, layers, self.next_id, reserved.runs)
+        self.writers[hold] = Writer(tokens, first_chunk, layers, anew, way == "keep", self.next_id, reserved.runs)
         return hold
 
-    @rule(hold=consumes(holds))
-    def commit(self, hold: HoldId) -> None:
+    @rule(target=holds, hold=consumes(holds))
+    def commit(self, hold: HoldId) -> HoldId:
         writer = self.writers.get(hold)
         if writer is None:
             with pytest.raises(StaleIncarnationError):
                 self.store.commit(hold)
-            return
+            return hold
         keys, before = make_keys(writer.tokens), self.there()
         specs = tuple(SPECS[layer] for layer in writer.layers)
         written = self.memory.read(writer.runs, specs)
@@ -140,11 +153,17 @@ class StoreMachine(RuleBasedStateMachine):
         done = self.store.commit(hold)
         self.forget([hold])
         after = self.there()
+        mine = {(keys[chunk], layer) for chunk, layer in written}
+        replaced = {key for key, _ in mine} if writer.replace else set()
+        before = {(key, layer) for key, layer in before if key not in replaced}
+        self.forget_dropped(replaced)
         assert before <= after
         self.confirmed.update(key for key in keys[writer.first_chunk :] if {(key, 0), (key, 1)} & after)
         new = after - before
-        mine = {(keys[chunk], layer) for chunk, layer in written}
         assert new <= mine
+        assert new == mine or not writer.replace
+        if writer.keep and new:
+            self.kept[hold] = self.held[hold] = {key for key, _ in new}
         for name in new:
             self.content[name] = writer.write_id
         complete = [all((key, layer) in after for layer in writer.layers) for key in keys]
@@ -155,10 +174,11 @@ class StoreMachine(RuleBasedStateMachine):
         assert done.failed == len(keys) - writer.first_chunk - done.stored - done.present
         covered = complete.index(False) if False in complete else len(keys)
         assert done.prefix_tokens == min(covered * CHUNK_SIZE, len(writer.tokens))
+        return hold
 
     @rule(tokens=PROMPTS, layers=LAYERS)
     def store_at_once(self, tokens: tuple[int, ...], layers: tuple[int, ...]) -> None:
-        hold = self.reserve(b"x", tokens, layers, 0)
+        hold = self.reserve(b"x", tokens, layers, 0, "first wins")
         self.commit(hold)
 
     @rule(target=holds, owner=OWNERS, tokens=PROMPTS, layers=LAYERS, skip=SKIPPED, hinted=st.booleans())
@@ -225,8 +245,11 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(hold=consumes(holds))
     def release(self, hold: HoldId) -> None:
+        before, kept = self.there(), self.kept.get(hold, set())
         self.store.release(hold[0], [hold[1]])
         self.forget([hold])
+        assert self.there() == {(key, layer) for key, layer in before if key not in kept}, "what is kept goes with it"
+        self.forget_dropped(kept)
 
     @rule(hold=finding)
     def release_while_finding(self, hold: HoldId) -> None:
@@ -243,9 +266,12 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(owner=OWNERS)
     def release_owner(self, owner: bytes) -> None:
-        mine = [hold for hold in (*self.writers, *self.readers, *self.found) if hold[0] == owner]
+        mine = [hold for hold in (*self.writers, *self.readers, *self.found, *self.kept) if hold[0] == owner]
+        before, kept = self.there(), set().union(*(self.kept.get(hold, set()) for hold in mine))
         assert self.store.release_owner(owner) == len(mine)
         self.forget(mine)
+        assert self.there() == {(key, layer) for key, layer in before if key not in kept}
+        self.forget_dropped(kept)
 
     @rule(tokens=PROMPTS)
     def drop(self, tokens: tuple[int, ...]) -> None:
@@ -275,12 +301,13 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.published == {key for key, _ in self.there()}
 
     def forget_dropped(self, keys: set[bytes]) -> None:
-        for held in self.held.values():
+        for held in (*self.held.values(), *self.kept.values()):
             held.difference_update(keys)
+        self.kept = {hold: kept for hold, kept in self.kept.items() if kept}
 
     def forget(self, holds: list[HoldId]) -> None:
         for hold in holds:
-            for held in (self.writers, self.readers, self.found, self.held):
+            for held in (self.writers, self.readers, self.found, self.held, self.kept):
                 held.pop(hold, None)
 
     @invariant()
@@ -294,6 +321,7 @@ class StoreMachine(RuleBasedStateMachine):
         stats = self.store.stats()
         assert stats.num_leases == len(self.readers) + len(self.found)
         assert stats.num_reservations == len(self.writers)
+        assert stats.num_kept == sum(len(kept) for kept in self.kept.values())
         assert stats.capacity_bytes == POOL_SLOTS * SLOT_BYTES
 
     def teardown(self) -> None:
