@@ -62,6 +62,10 @@ class _Client:
         """
         return self._session.chunk_keys(token_ids, mm_spans)
 
+    def parts(self) -> tuple[Router, Session]:
+        """What carries operations out, and the client's state; for integrations of this package."""
+        return self._router, self._session
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of service {self._router.service!r}, {self._session.key_space!r}>"
 

@@ -306,7 +306,8 @@ class Gatherer:
             timeout_s=budget.left_s,
             first_chunk=share.first,
             start_token=ask.start,
-            hinted=share.peer is None,
+            hinted=share.peer is None and ask.counted,
+            counted=ask.counted,
         )
         try:
             peer = share.peer or (yield Find(share.node_id, budget.left_s))

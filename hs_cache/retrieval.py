@@ -42,7 +42,8 @@ _MAX_ARRIVED_BYTES = 256 << 20
 class Ask:
     """A checked retrieve: rows ``start .. stop`` of `layers`, where `keys` covers all tokens before `stop`.
 
-    `device` is None for the CPU; `moment` is when it was asked, on the devices where rows go.
+    `device` is None for the CPU; `moment` is when it was asked, on the devices where rows go. Unless it is `counted`,
+    nodes take it for no retrieve in their statistics.
     """
 
     keys: ChunkKeys
@@ -53,6 +54,7 @@ class Ask:
     device: torch.device | None = None
     out: Mapping[int, torch.Tensor] = field(default_factory=dict)
     moment: Moment = NO_DEVICES
+    counted: bool = True
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,15 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
 
 from hs_cache.attachment import Attachment, Link
 from hs_cache.config import CacheConfig
-from hs_cache.devices import NO_DEVICES, Moment
-from hs_cache.effects import Budget, Call, Pause, Steps, Work, transfer_s
+from hs_cache.devices import NO_DEVICES, Cut, Moment
+from hs_cache.effects import Budget, Call, Find, Pause, Peer, Steps, Work, transfer_s
 from hs_cache.errors import (
     CacheClosedError,
     ConfigMismatchError,
@@ -72,6 +72,23 @@ _COUNTERS = (
     "stored_chunks_total",
     "failed_chunks_total",
 )
+
+
+class Writable(Protocol):
+    """Rows that are to be written into a pool."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of all rows."""
+        ...
+
+    def copy_into(self, memory: memoryview, runs: Sequence[Run], moment: Moment, cut: Cut | None) -> None:
+        """See `hs_cache.stitching.StorePlan.copy_into`."""
+        ...
+
+    def flat(self) -> Flat:
+        """See `hs_cache.stitching.StorePlan.flat`."""
+        ...
 
 
 class Session:
@@ -480,6 +497,33 @@ class Session:
                 node=node,
             )
 
+    def operate(
+        self, body: Callable[[Link, Budget], Steps[T]], otherwise: T, timeout_s: float | None = None
+    ) -> Steps[T]:
+        """Carry out what another module defines, on the node that serves this client; `otherwise` when it can't be
+        reached.
+
+        Args:
+            body: it is called again, with another link, if the node's actor was restarted meanwhile.
+            timeout_s: per round trip; None for the service's own.
+        """
+        budget = self._budget(timeout_s)
+        return self._attempt(lambda link: body(link, budget), otherwise, budget)
+
+    def tell(self, whom: Peer | str | None, method: str, *args: Any, budget: Budget) -> Steps[Any]:
+        """One call to a node, given by its id or its peer, or with None to the controller. It results in None if that
+        can't be reached, which is reported.
+        """
+        what = "the directory" if whom is None else f"node {whom if isinstance(whom, str) else whom.node_id}"
+        try:
+            peer: Peer = (yield Find(whom, budget.left_s)) if whom is None or isinstance(whom, str) else whom
+            reply = yield Call(peer, method, args, budget.left_s)
+        except ServiceError as error:
+            self._troubles.report(error, what)
+            return None
+        self._troubles.recovered(what)
+        return reply
+
     def _budget(self, timeout_s: float | None = None) -> Budget:
         return Budget(self.config.rpc_timeout_s if timeout_s is None else timeout_s)
 
@@ -584,12 +628,18 @@ class Session:
             engine=self._engine,
             kv=plan.keys.kv,
         )
+        return (yield from self.write(link, request, plan, moment, budget))
+
+    def write(
+        self, link: Link, request: ReserveRequest, rows: Writable, moment: Moment, budget: Budget
+    ) -> Steps[CommitReply]:
+        """Reserve, copy, commit; or all at once, where the pool isn't mapped."""
         peer = link.located.peer
         if link.mapping is None:
             flat: list[Flat] = []
-            yield Work(lambda: flat.append(_flat(plan, moment)))
+            yield Work(lambda: flat.append(_flat(rows, moment)))
             budget.restart()
-            deadline_s = budget.left_s + transfer_s(plan.nbytes)
+            deadline_s = budget.left_s + transfer_s(rows.nbytes)
             far: CommitReply = yield Call(peer, "store_rows", (request, flat[0]), deadline_s, carries_rows=True)
             return far
         give_up = partial(self._process.releaser.end, link.incarnation, (request.hold_id,))
@@ -597,7 +647,7 @@ class Session:
         try:
             reply = yield from self._with_releases(link, "reserve", request, budget)
             if reply.runs:
-                copying = Work(partial(_copy_in, plan, link.mapping, reply.runs, moment))
+                copying = Work(partial(_copy_in, rows, link.mapping, reply.runs, moment))
                 yield copying
             budget.restart()
             done: CommitReply = yield Call(
@@ -608,9 +658,18 @@ class Session:
             raise
         return done
 
-    def _retrieve_on(self, link: Link, ask: Ask, budget: Budget) -> Steps[PrefixHit]:
+    def read(self, link: Link, ask: Ask, budget: Budget, node_id: str = "") -> Steps[PrefixHit]:
+        """Rows from wherever they are; with `node_id` only from that node."""
+        if node_id in ("", link.located.peer.node_id):
+            return (yield from self._retrieve_on(link, ask, budget, elsewhere=not node_id))
+        found = yield from self._gatherer.ask(ask, [Share(node_id, 0, len(ask.keys))], budget)
+        if found.error is not None:
+            self._troubles.report(found.error, f"node {node_id}")
+        return (yield from self._fetched(ask, found, budget))
+
+    def _retrieve_on(self, link: Link, ask: Ask, budget: Budget, elsewhere: bool = True) -> Steps[PrefixHit]:
         if link.mapping is None:
-            found = yield from self._find_on(link, ask, budget)
+            found = yield from self._find_on(link, ask, budget, elsewhere)
             return (yield from self._fetched(ask, found, budget))
         request = self._lease_request(link, ask, budget)
         copying: Work | None = None
@@ -628,7 +687,7 @@ class Session:
             own = Piece(reply.specs, 0, reply.num_tokens, reply.runs, mapping.write_view(), pool=mapping)
             pieces = (own,) if reply.num_tokens else ()
             found = Gathered(pieces, reply.ended_by, reply.alone, link.located.peer.node_id)
-            if found.ended_by and not found.alone:
+            if found.ended_by and not found.alone and elsewhere:
                 found = yield from self._found_elsewhere(ask, found, budget)
                 found = yield from self._rows_of(ask, found, budget)
             if not reply.num_tokens:
@@ -651,13 +710,13 @@ class Session:
         rows = {layer: rows for layer, (_, rows) in shared.items()} | copied.targets
         return make_hit(ask, found.pieces[-1].end, found.ended_by, rows)
 
-    def _find_on(self, link: Link, ask: Ask, budget: Budget) -> Steps[Gathered]:
+    def _find_on(self, link: Link, ask: Ask, budget: Budget, elsewhere: bool = True) -> Steps[Gathered]:
         """Pieces from the node that serves this client, then from others; their rows are not fetched yet."""
         peer = link.located.peer
         found = yield from self._gatherer.ask(ask, [Share(peer.node_id, 0, len(ask.keys), peer)], budget)
         if found.error is not None:
             raise found.error
-        if found.ended_by and not found.alone:
+        if found.ended_by and not found.alone and elsewhere:
             found = yield from self._found_elsewhere(ask, found, budget)
         return found
 
@@ -756,6 +815,7 @@ class Session:
             layers=ask.layers,
             timeout_s=budget.left_s,
             kv=ask.keys.kv,
+            counted=ask.counted,
         )
 
     def _with_releases(self, link: Link, method: str, request: Any, budget: Budget, *more: Any) -> Steps[Any]:
@@ -784,14 +844,14 @@ def _let_go(held: HeldPieces, end: Callable[[], None] | None) -> None:
         end()
 
 
-def _copy_in(plan: StorePlan, mapping: PoolMapping, runs: Sequence[Run], moment: Moment) -> None:
+def _copy_in(rows: Writable, mapping: PoolMapping, runs: Sequence[Run], moment: Moment) -> None:
     moment.pin(mapping.pin_once)
-    plan.copy_into(mapping.write_view(), runs, moment, mapping.copy_pieces)
+    rows.copy_into(mapping.write_view(), runs, moment, mapping.copy_pieces)
 
 
-def _flat(plan: StorePlan, moment: Moment) -> Flat:
+def _flat(rows: Writable, moment: Moment) -> Flat:
     with moment.reading():
-        return plan.flat()
+        return rows.flat()
 
 
 def _after(work: Work | None, then: Callable[[], None]) -> None:

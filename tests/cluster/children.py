@@ -5,6 +5,7 @@ import logging
 import pickle
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import hs_cache
 from hs_cache.config import CacheConfig
 from hs_cache.errors import HiddenStateCacheError
+from hs_cache.integrations.vllm_omni import HiddenStateCacheConnector
 from hs_cache.router import Router
 from tests.processes import wait_until
 
@@ -112,6 +114,15 @@ def without_ray(pickled: str, typo: str) -> dict[str, Any]:
     found["strict"] = _refusal(lambda: strict.retrieve(range(8), 0))
     found["joined"] = ray.is_initialized()
     return found
+
+
+def relay(address: str, service: str) -> float:
+    """A stage that joins the cluster by itself: the sum of the tensor it gets. It leaves one that nobody gets."""
+    stage = HiddenStateCacheConnector({"service": service, "address": address})
+    taken = stage.get_with_deadline("0", "1", "to the child", deadline=time.monotonic() + 20)
+    assert taken is not None
+    assert stage.put("1", "2", "for nobody", taken[0])[0]
+    return float(taken[0].sum())
 
 
 def _refusal(call: Callable[[], Any]) -> list[str]:

@@ -48,7 +48,9 @@ ORDER = [
     "retrieval",
     "gathering",
     "session",
+    "parcels",
     "router",
+    "payloads",
     "refs",
     "writer",
     "launch",
@@ -56,7 +58,7 @@ ORDER = [
     "metrics",
     "cli",
 ]
-MAY_IMPORT_RAY = {"router", "refs", "writer", "launch", "client", "metrics", "cli"}
+MAY_IMPORT_RAY = {"router", "payloads", "refs", "writer", "launch", "client", "metrics", "cli"}
 WITHOUT_TORCH = [
     "errors",
     "config",

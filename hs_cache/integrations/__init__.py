@@ -1,0 +1,1 @@
+"""What connects the cache to engines and frameworks: each module is optional, and needs an extra of its own."""
