@@ -25,7 +25,8 @@ from hs_cache.troubles import Suspects, Troubles, without_frames
 _LEAST_S = 0.5
 """Rows of a call that has been answered may take this long, whatever is left of the operation's time."""
 
-_CONTROLLER = "the directory"
+DIRECTORY = "the directory"
+"""The controller, among those that are suspected or in trouble."""
 
 
 @dataclass(frozen=True)
@@ -209,10 +210,10 @@ class Gatherer:
                 controller = yield Find(None, budget.left_s)
                 nodes: Sequence[str] = yield Call(controller, "where", (keys, tuple(sorted(asked))), budget.left_s)
             except ServiceError as error:
-                self._troubles.report(error, _CONTROLLER)
+                self._troubles.report(error, DIRECTORY)
                 unknown = {position for position in wanted if reasons[position] == NEVER_STORED}
                 return explained | {position: (UNREACHABLE, "") for position in unknown - explained.keys()}
-            self._troubles.recovered(_CONTROLLER)
+            self._troubles.recovered(DIRECTORY)
             for node_id in sorted(set(nodes) - {""}):
                 positions = [position for position, node in zip(wanted, nodes, strict=True) if node == node_id]
                 said = yield from self._explained_by(node_id, ask, positions, budget)
@@ -278,7 +279,7 @@ class Gatherer:
             _NobodyToAskError: the controller is away.
         """
         suspects, fair = self._suspects.names(), budget.is_fresh
-        if _CONTROLLER in suspects:
+        if DIRECTORY in suspects:
             raise _NobodyToAskError
         arguments = (ask.keys.blob[chunk * KEY_BYTES :], tuple(sorted(without | suspects)))
         try:
@@ -286,10 +287,10 @@ class Gatherer:
             segments: Sequence[Segment] = yield Call(controller, "locate", arguments, budget.left_s)
         except ServiceError as error:
             if fair and isinstance(error, ServiceTimeoutError):
-                self._suspects.add(_CONTROLLER)
-            self._troubles.report(error, _CONTROLLER)
+                self._suspects.add(DIRECTORY)
+            self._troubles.report(error, DIRECTORY)
             raise _NobodyToAskError from None
-        self._troubles.recovered(_CONTROLLER)
+        self._troubles.recovered(DIRECTORY)
         return [Share(node_id, chunk + first, chunk + first + count) for node_id, first, count in segments]
 
     def _begin(self, ask: Ask, share: Share, budget: Budget) -> Steps[Sequence[Any] | ServiceError]:

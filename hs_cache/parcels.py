@@ -201,8 +201,12 @@ class Parcels:
             )
             done = yield from self._session.write(link, request, parcel, NO_DEVICES, budget)
             if done.stored:
-                if not done.alone:
-                    yield from self._drop_elsewhere(name, None, peer.node_id, budget)
+                try:
+                    if not done.alone:
+                        yield from self._drop_elsewhere(name, None, peer.node_id, budget)
+                except BaseException:
+                    process.releaser.end(link.incarnation, (request.hold_id,))
+                    raise
                 hold = (link.incarnation, request.hold_id) if link.mapping is not None else None
                 return Sent(name, generation, peer.node_id, content.nbytes, hold)
             # What was there under this name is out of date, and in the way.
@@ -224,6 +228,7 @@ class Parcels:
         if generation is None:
             logger.error("what is stored under the name of a parcel is none, and is left alone")
             return None
+        budget.restart()  # what was read is delivered in any case; to drop it late is better than to keep it
         dropped = yield from self._drop_on(link, name, generation, node_id, budget)
         return Taken(generation, memory[_HEADER.size :], dropped is not None)
 

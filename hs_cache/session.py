@@ -23,9 +23,10 @@ from hs_cache.errors import (
     InvalidInputError,
     ServiceError,
     ServiceNotRunningError,
+    ServiceTimeoutError,
     StaleIncarnationError,
 )
-from hs_cache.gathering import Gathered, Gatherer, HeldPieces, Share
+from hs_cache.gathering import DIRECTORY, Gathered, Gatherer, HeldPieces, Share
 from hs_cache.keys import ChunkKeys, KeySpace, MMSpan, TokenDatabase, normalise_token_ids
 from hs_cache.kv_names import kv_naming
 from hs_cache.leases import this_process
@@ -117,7 +118,7 @@ class Session:
         self._strict = strict
         self._config: CacheConfig | None = None
         self._database: TokenDatabase | None = None
-        suspects = Suspects()
+        self._suspects = suspects = Suspects()
         self._attachment = Attachment(suspects)
         self._lock = threading.Lock()
         self._process = this_process()
@@ -511,14 +512,23 @@ class Session:
         return self._attempt(lambda link: body(link, budget), otherwise, budget)
 
     def tell(self, whom: Peer | str | None, method: str, *args: Any, budget: Budget) -> Steps[Any]:
-        """One call to a node, given by its id or its peer, or with None to the controller. It results in None if that
-        can't be reached, which is reported.
+        """One call to the peer that serves this client, to another node by its id, or with None to the controller. It
+        results in None if that can't be reached, which is reported, or couldn't be a moment ago.
         """
-        what = "the directory" if whom is None else f"node {whom if isinstance(whom, str) else whom.node_id}"
+        name = DIRECTORY if whom is None else whom if isinstance(whom, str) else whom.node_id
+        what = DIRECTORY if whom is None else f"node {name}"
+        fair = budget.is_fresh
         try:
-            peer: Peer = (yield Find(whom, budget.left_s)) if whom is None or isinstance(whom, str) else whom
+            if whom is None or isinstance(whom, str):
+                if name in self._suspects.names():
+                    return None
+                peer: Peer = yield Find(whom, budget.left_s)
+            else:
+                peer = whom
             reply = yield Call(peer, method, args, budget.left_s)
         except ServiceError as error:
+            if fair and isinstance(error, ServiceTimeoutError) and (whom is None or isinstance(whom, str)):
+                self._suspects.add(name)
             self._troubles.report(error, what)
             return None
         self._troubles.recovered(what)

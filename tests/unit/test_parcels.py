@@ -518,6 +518,46 @@ def test_the_controller_is_away() -> None:
     assert all(map(is_empty, nodes))
 
 
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_put_that_fails_at_any_step_beside_another_node(fault: Any) -> None:
+    nodes = make_nodes(2, slots=SLOTS)
+    nodes[0].controller.hear_all()
+    other = Client(nodes[1])
+    probe = Client(nodes[0])
+    assert other.put(99) is not None
+    nodes[0].controller.hear_all()
+    assert probe.put(99) is not None
+    steps = len(probe.cache.effects)
+    assert steps > 5
+    probe.drop()
+    for step in range(steps):
+        assert other.put(99) is not None
+        nodes[0].controller.hear_all()
+        client = Client(nodes[0])
+        client.cache.faults = {step: fault}
+        sent: Sent | None = None
+        with contextlib.suppress(Cancelled, MemoryError):
+            sent = client.put(step)
+        this_process().releaser.flush()
+        here = Client(nodes[0]).value(node_id=nodes[0].name)
+        assert here == (None if sent is None else step)
+        other.drop(NAME, None, nodes[1].name)
+        assert all(map(is_empty, nodes))
+        nodes[0].controller.hear_all()
+
+
+def test_a_controller_that_does_not_answer_costs_one_deadline() -> None:
+    nodes = make_nodes(slots=SLOTS)
+    nodes[0].controller.hear_all()
+    client = Client(nodes[0])
+    client.cache.faults = {4: lost_call}
+    assert client.put(1) is not None
+    assert client.cache.effects[4] == "where"
+    assert client.put(2) is not None
+    assert "where" not in client.cache.effects
+    assert client.value() == 2
+
+
 def test_an_object_all_the_way() -> None:
     node = Node(SLOTS)
     producer, consumer = Client(node), Client(node)
