@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from hs_cache.keys import ChunkKeys, KeySpace, TokenDatabase
     from hs_cache.launch import start, stop
+    from hs_cache.lora import lora_identity
     from hs_cache.refs import HiddenStateRef
     from hs_cache.results import CacheStatistics, ChunkReport, Coverage, PrefixHit, StoreResult
     from hs_cache.writer import AsyncPrefixWriter, PrefixWriter
@@ -61,6 +62,7 @@ __all__ = [
     "TokenDatabase",
     "aconnect",
     "connect",
+    "lora_identity",
     "start",
     "stop",
 ]
@@ -76,6 +78,7 @@ _HOME = {
     "ChunkKeys": "keys",
     "KeySpace": "keys",
     "TokenDatabase": "keys",
+    "lora_identity": "lora",
     "HiddenStateRef": "refs",
     "start": "launch",
     "stop": "launch",

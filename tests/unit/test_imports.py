@@ -19,6 +19,7 @@ ORDER = [
     "config",
     "keys",
     "kv_names",
+    "lora",
     "messages",
     "pool_file",
     "machine",
@@ -71,6 +72,7 @@ WITHOUT_TORCH = [
     "kv_reports",
     "chunks",
     "placement",
+    "lora",
 ]
 ACTORS_WITHOUT_TORCH = ["kv_actor", "controller", "hidden_state_actor", "pair", "deploy", "__main__"]
 """All but a process that runs a `HiddenStateActor` does without torch, and that loads it by itself."""
