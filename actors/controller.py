@@ -18,7 +18,16 @@ from actors.pair import create_pair
 from hs_cache.config import CacheConfig
 from hs_cache.directory import Directory, Membership, Segment
 from hs_cache.errors import HiddenStateCacheError, ServiceError
-from hs_cache.messages import ControllerStatistics, LocationBatch, PublishReply, StartProgress
+from hs_cache.messages import (
+    ControllerStatistics,
+    KnownRevisions,
+    LocationBatch,
+    PublishReply,
+    RevisionChange,
+    RevisionTable,
+    StartProgress,
+)
+from hs_cache.revisions import ServiceRevisions
 from hs_cache.router import HIDDEN_STATES, KV, actors_of, find_actor, translated
 
 logger = logging.getLogger(__name__)
@@ -49,6 +58,7 @@ class CacheController:
         self._lock = threading.Lock()
         self._membership = Membership()
         self._directory = Directory()
+        self._revisions = ServiceRevisions()
         self._heard: dict[str, float] = {}
         self._dead: frozenset[str] = frozenset()
         self._num_carriers = _NOT_ALONE
@@ -69,8 +79,9 @@ class CacheController:
     def publish(self, batch: LocationBatch) -> PublishReply:
         """Take in what a node says of its chunks; see `hs_cache.publishing`."""
         with self._lock:
+            revisions = self._revisions.take(batch.node_id, batch.revisions)
             if batch.node_id in self._dead:  # cut off from the cluster, and about to end
-                return PublishReply(True, self._num_nodes())
+                return PublishReply(True, self._num_nodes(), revisions)
             self._heard[batch.node_id] = time.monotonic()
             self._membership.join(batch.node_id, batch.incarnation)
             applied = True
@@ -80,7 +91,7 @@ class CacheController:
                 applied = self._directory.apply(
                     batch.node_id, batch.incarnation, batch.number, batch.added, batch.removed
                 )
-            return PublishReply(applied, self._num_nodes())
+            return PublishReply(applied, self._num_nodes(), revisions)
 
     def locate(self, keys: bytes, without: Sequence[str] = ()) -> tuple[Segment, ...]:
         """Where the longest run of `keys` can be had, from the first on; a hint. See `hs_cache.directory.Directory`."""
@@ -93,11 +104,25 @@ class CacheController:
         with self._lock:
             return self._directory.where(keys, without=without)
 
+    def revisions(self) -> RevisionTable | None:
+        """The current revisions; None while the nodes may know more. See `hs_cache.revisions.ServiceRevisions`."""
+        with self._lock:
+            return self._revisions.current()
+
+    def change_revision(
+        self, model: str, revision: str | None, known: Sequence[KnownRevisions]
+    ) -> RevisionChange | None:
+        """Make a revision the current one; nodes learn it from whoever calls this, or with their next batch. None while
+        they may know more. See `hs_cache.revisions.ServiceRevisions`."""
+        with self._lock:
+            return self._revisions.change(model, revision, known)
+
     def stats(self) -> ControllerStatistics:
         """A snapshot."""
         with self._lock:
             nodes = tuple(member.node_id for member in self._membership.members())
-            return ControllerStatistics(self._membership.version, nodes, len(self._directory), self._locates)
+            revisions = self._revisions.table()
+            return ControllerStatistics(self._membership.version, nodes, len(self._directory), self._locates, revisions)
 
     def look_again(self) -> int:
         """Have the nodes looked at now, and nodes that failed tried again. `progress` from the number returned on says
@@ -153,6 +178,7 @@ class CacheController:
                 self._end(kind, node_id)
         with self._lock:
             self._num_carriers = len(set(matching) - self._failed.keys())
+            self._revisions.wait_for(listed[HIDDEN_STATES] & alive)
             self._dead = frozenset(node["NodeID"] for node in nodes) - alive
             for member in self._membership.members():
                 silent = now - self._heard[member.node_id] > _SILENCE_S

@@ -27,6 +27,7 @@ from hs_cache.messages import (
     CommitReply,
     ExplainReply,
     ExplainRequest,
+    KnownRevisions,
     LeaseReply,
     LeaseRequest,
     LocationBatch,
@@ -35,6 +36,8 @@ from hs_cache.messages import (
     PublishReply,
     ReserveReply,
     ReserveRequest,
+    Retired,
+    RevisionTable,
 )
 from hs_cache.publishing import Publisher
 from hs_cache.router import KV, actor_name, find_actor, find_controller
@@ -146,7 +149,8 @@ class HiddenStateActor:
             node_id=node_id,
             incarnation=pool.incarnation,
             send=self._publish,
-            heard=lambda num_nodes: self._server.set_alone(num_nodes < 2),
+            revisions=self._server.revisions.table,
+            heard=self._server.heard,
         )
         threading.Thread(target=publisher.run, args=(self._stop,), name="hs_cache-publisher", daemon=True).start()
         threading.Thread(target=self._sweep, name="hs_cache-sweeper", daemon=True).start()
@@ -239,6 +243,14 @@ class HiddenStateActor:
     def drop_key(self, key: bytes, space: bytes | None = None) -> bool:
         """See `CacheServer.drop_key`."""
         return self._server.drop_key(key, space)
+
+    def known_revisions(self, model: str) -> KnownRevisions:
+        """See `CacheServer.known_revisions`."""
+        return self._server.known_revisions(model)
+
+    def take_revisions(self, table: RevisionTable) -> tuple[Retired, ...]:
+        """See `CacheServer.take_revisions`."""
+        return self._server.take_revisions(table)
 
     def stats(self) -> NodeStatistics:
         """See `CacheServer.stats`."""

@@ -22,12 +22,14 @@ if TYPE_CHECKING:
         ServiceNotRunningError,
         ServiceTimeoutError,
         StaleIncarnationError,
+        StaleRevisionError,
     )
     from hs_cache.keys import ChunkKeys, KeySpace, TokenDatabase
     from hs_cache.launch import start, stop
     from hs_cache.lora import lora_identity
     from hs_cache.refs import HiddenStateRef
     from hs_cache.results import CacheStatistics, ChunkReport, Coverage, PrefixHit, StoreResult
+    from hs_cache.weights import RevisionBump, bump_revision
     from hs_cache.writer import AsyncPrefixWriter, PrefixWriter
 
 __version__ = "0.1.0"
@@ -54,13 +56,16 @@ __all__ = [
     "PoolTooLargeError",
     "PrefixHit",
     "PrefixWriter",
+    "RevisionBump",
     "ServiceError",
     "ServiceNotRunningError",
     "ServiceTimeoutError",
     "StaleIncarnationError",
+    "StaleRevisionError",
     "StoreResult",
     "TokenDatabase",
     "aconnect",
+    "bump_revision",
     "connect",
     "lora_identity",
     "start",
@@ -87,6 +92,8 @@ _HOME = {
     "Coverage": "results",
     "PrefixHit": "results",
     "StoreResult": "results",
+    "RevisionBump": "weights",
+    "bump_revision": "weights",
     "AsyncPrefixWriter": "writer",
     "PrefixWriter": "writer",
 }

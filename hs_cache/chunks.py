@@ -9,7 +9,7 @@ Memory moves between the states that `hs_cache.store` names like this: `ChunkTab
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain, pairwise, takewhile
 
@@ -219,6 +219,10 @@ class ChunkTable:
         """The keys of all chunks, in no order."""
         return b"".join(self._chunks)
 
+    def of_spaces(self, spaces: Set[bytes]) -> list[Chunk]:
+        """The chunks of some key spaces, in no order; O(chunks)."""
+        return [chunk for chunk in self._chunks.values() if chunk.space in spaces]
+
     def parent(self, chunk: Chunk) -> bytes | None:
         """The key that a chunk in the table continues; None for the first chunk of a prompt."""
         return self._order.parent(chunk.key)
@@ -272,6 +276,10 @@ class ChunkTable:
         """The spec of a layer in a key space, if there is a use of it."""
         uses = self._specs.get((space, layer_idx))
         return uses[0] if uses else None
+
+    def spaces(self) -> set[bytes]:
+        """The key spaces of which there are chunks or reservations."""
+        return {space for space, _ in self._specs}
 
     def use_spec(self, space: bytes, spec: LayerSpec) -> None:
         """Add one use; it agrees with `spec_in_use`."""

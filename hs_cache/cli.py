@@ -19,9 +19,10 @@ from hs_cache.errors import ConfigError, HiddenStateCacheError, ServiceError
 from hs_cache.launch import check_service, join
 from hs_cache.messages import ControllerStatistics, NodeStatistics
 from hs_cache.router import HIDDEN_STATES, find_actor, find_controller, is_running, nodes_of
+from hs_cache.weights import RevisionBump, bump_revision
 
 _STATUS_TIMEOUT_S = 5.0
-_GIB = 1 << 30
+_GIB, _MIB = 1 << 30, 1 << 20
 _ID_CHARS = 12
 _FILE_COLUMNS = 160
 
@@ -91,8 +92,51 @@ def status(address: str | None, service: str, as_json: bool) -> None:
         else:
             click.echo(f"Service {service!r} runs, but no node carries it yet.")
         click.echo(_controller_line(controller))
+        for current in controller.revisions if controller else ():
+            click.echo(f"The current revision of model {current.model!r} is {current.name!r}.")
     if not nodes or not controller or any(stats is None for _, stats in nodes):
         raise SystemExit(1)
+
+
+@cli.command("bump-revision")
+@service_options
+@click.option("--model", required=True, help="Name of the model, as clients give it when they connect.")
+@click.argument("revision", required=False)
+def bump(address: str | None, service: str, as_json: bool, model: str, revision: str | None) -> None:
+    """Say that the weights of a model change: REVISION (default: r<number>) is the current one from now on.
+
+    Rows of all other revisions of the model are dropped on every node, and stores of clients that connected before
+    fail. Each engine connects again once it has loaded the new weights.
+    """
+    join_quietly(address)
+    done = bump_revision(model, revision, service=service)
+    if as_json:
+        nodes = [{"node_id": node_id, **asdict(freed)} for node_id, freed in done.freed.items()]
+        result = {name: value for name, value in asdict(done).items() if name != "freed"}
+        click.echo(json.dumps({"service": service, **result, "nodes": nodes}))
+        return
+    click.echo(_bump_line(done))
+    if done.unreached:
+        short = ", ".join(node_id[:_ID_CHARS] for node_id in done.unreached)
+        click.echo(f"Not reached, and told within a second or two if they still run: {short}.")
+
+
+def _bump_line(done: RevisionBump) -> str:
+    if not done.changed:
+        return f"Revision {done.revision!r} of model {done.model!r} is current already; nothing has changed."
+    before = f", before it was {done.previous!r}" if done.previous else ""
+    held_bytes = sum(freed.held_bytes for freed in done.freed.values())
+    held = f" ({_mib(held_bytes)} of them when their readers let go)" if held_bytes else ""
+    chunks = f"{done.chunks:,} chunk{'' if done.chunks == 1 else 's'}"
+    nodes = f"{len(done.freed)} node{'' if len(done.freed) == 1 else 's'}"
+    return (
+        f"Revision {done.revision!r} of model {done.model!r} is current now{before}. "
+        f"Freed {chunks}, {_mib(done.nbytes)}{held}, on {nodes}."
+    )
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / _MIB:,.1f} MiB"
 
 
 def join_quietly(address: str | None) -> None:

@@ -509,7 +509,9 @@ def connect(
             `CacheConfig.load`. A running service keeps its own, and a difference is logged.
         service: its name, of letters, digits, ``-``, ``_`` and ``.``.
         model, model_revision, lora_id, cache_salt, shard: what must match, besides tokens and spans, for prefixes to be
-            shared.
+            shared. Without a revision it is the model's current one, see `hs_cache.bump_revision`, and stays that: this
+            client never moves to another by itself, and its stores fail once another is current.
+            `hs_cache.lora_identity` makes a ``lora_id`` that differs when an adapter's weights do.
         engine: which engine this client belongs to, any name, where a node has several: its stores and KV reports are
             that engine's, and what one evicts counts as absent only when no other has it.
         kv_tags: with ``kv_source: lmcache``, the tags (``lmcache.tag.*``) under which the engine keeps the KV.
@@ -522,7 +524,7 @@ def connect(
         ConfigError: the configuration is wrong.
         ConfigMismatchError: the service runs with another ``chunk_size`` than `config` says.
         ServiceNotRunningError: it runs, but has had no node for ten seconds.
-        ServiceError: the service can't be reached or started.
+        ServiceError: the service can't be reached or started, or nobody can say which revision is current.
         PoolTooLargeError: a node has less memory than ``max_hidden_state_cpu_size``.
     """
     space = _space(model, model_revision, lora_id, cache_salt, shard)

@@ -12,6 +12,7 @@ The tree::
       x  ServiceError
            x  ServiceNotRunningError
            x  ServiceTimeoutError (TimeoutError)
+           x  StaleRevisionError
       x  CacheClosedError
 
 A miss is a value, never an exception. Infrastructure trouble (`ServiceError` and what is below it) is turned into a
@@ -61,6 +62,10 @@ class ServiceNotRunningError(ServiceError):
 
 class ServiceTimeoutError(ServiceError, TimeoutError):
     """A call to the service did not return within its deadline."""
+
+
+class StaleRevisionError(ServiceError):
+    """Rows of other weights than the model's current revision were to be stored; they are not taken."""
 
 
 class CacheClosedError(HiddenStateCacheError):

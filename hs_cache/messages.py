@@ -4,7 +4,7 @@ Keys travel as one ``bytes`` blob (16 bytes a key, head first), never as a list 
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from hs_cache.errors import InvalidInputError
 from hs_cache.keys import KEY_BYTES, KVNames
@@ -27,6 +27,7 @@ DTYPE_BYTES = {
 
 
 OK, NEVER_STORED, EVICTED, LAYER_MISSING = "ok", "never_stored", "evicted", "layer_missing"
+RETIRED = "retired"
 KV_ABSENT, KV_UNKNOWN, UNREACHABLE = "kv_absent", "kv_unknown", "unreachable"
 """Whether a chunk can be had, and why not."""
 
@@ -51,6 +52,54 @@ class LayerSpec:
     def row_bytes(self) -> int:
         """Bytes of one token's row."""
         return self.hidden_dim * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRevision:
+    """The revision `name` of a model's weights, the current one since change `number` of that model; number 0 says
+    nothing of when."""
+
+    model: str
+    number: int
+    name: str
+
+
+RevisionTable: TypeAlias = tuple[ModelRevision, ...]
+"""The current revision of every model that has had a change."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownRevisions:
+    """A node's `table`, and names of the revisions of one model that it may have rows of."""
+
+    table: RevisionTable
+    in_use: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RevisionChange:
+    """What was current before, and what is now. Not `changed`: it was so already."""
+
+    before: ModelRevision
+    now: ModelRevision
+    changed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """Chunks that were dropped, and their bytes; `held_bytes` of these are free when those who read them let go."""
+
+    chunks: int = 0
+    nbytes: int = 0
+    held_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Retired:
+    """What a node dropped when `revision` became the current one."""
+
+    revision: ModelRevision
+    freed: Freed
 
 
 class Run(NamedTuple):
@@ -90,13 +139,17 @@ class ClientInfo:
 
 @dataclass(frozen=True, slots=True)
 class AttachReply:
-    """The node's settings, and where its pool can be opened; ``address`` is None when it can't be, for `reason`."""
+    """The node's settings, and where its pool can be opened; ``address`` is None when it can't be, for `reason`.
+
+    `revisions` is what the node knows of the current ones.
+    """
 
     node_id: str
     incarnation: bytes
     config: dict[str, Any]
     address: PoolAddress | None
     reason: str = ""
+    revisions: RevisionTable = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +158,8 @@ class ReserveRequest:
 
     `keys` names every chunk of the prefix, `num_tokens` is what they cover. `kv_local`: the writer's KV lives on the
     actor's node, in the engine of that name. `kv`: what its KV source calls the chunks, if not by their keys.
-    `releases` are ids the client has finished with; they end before room is looked for.
+    `releases` are ids the client has finished with; they end before room is looked for. `space` is the fingerprint of
+    the key space and `revision` its revision, of which the node may not have heard yet; None for what no model made.
 
     With `keep`, what is committed replaces chunks of the same keys, and is held under `hold_id` until it is dropped,
     the id is released or the client is gone; then it goes. For clients without the pool, it only replaces.
@@ -124,6 +178,7 @@ class ReserveRequest:
     kv: KVNames | None = None
     releases: tuple[int, ...] = ()
     keep: bool = False
+    revision: ModelRevision | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +292,10 @@ class ReportNumber(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LocationBatch:
-    """What changed on a node, or with `whole` all that it holds: chunk keys, in batches numbered without a gap."""
+    """What changed on a node, or with `whole` all that it holds: chunk keys, in batches numbered without a gap.
+
+    `revisions` is always all that the node knows.
+    """
 
     node_id: str
     incarnation: bytes
@@ -245,14 +303,17 @@ class LocationBatch:
     added: bytes
     removed: bytes = b""
     whole: bool = False
+    revisions: RevisionTable = ()
 
 
 @dataclass(frozen=True, slots=True)
 class PublishReply:
-    """Whether a batch was taken in (if not, all of the node's keys are needed), and how many nodes the service has."""
+    """Whether a batch was taken in (if not, all of the node's keys are needed), how many nodes the service has, and the
+    current revisions."""
 
     applied: bool
     num_nodes: int
+    revisions: RevisionTable = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +327,7 @@ class ControllerStatistics:
     nodes: tuple[str, ...]
     num_keys: int
     locates_total: int
+    revisions: RevisionTable = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +366,10 @@ class StoreStatistics:
 
 @dataclass(frozen=True, slots=True)
 class NodeStatistics:
-    """One `HiddenStateActor`: its store, its clients, and what its retrieves met."""
+    """One `HiddenStateActor`: its store, its clients, and what its retrieves met.
+
+    `stale_stores_total`: stores refused since their revision wasn't the current one.
+    """
 
     node_id: str
     incarnation: str
@@ -318,3 +383,5 @@ class NodeStatistics:
     tokens_served_total: int
     kv_unknown_total: int
     store: StoreStatistics
+    stale_stores_total: int = 0
+    revisions: RevisionTable = ()

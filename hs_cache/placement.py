@@ -27,6 +27,7 @@ class Reservation:
         headless: whether the head of the prefix may be on another node.
         replace: whether what is written replaces what is there.
         keep: whether what is written stays held when it is committed.
+        retired: whether its key space was retired meanwhile, so that nothing of it becomes visible.
     """
 
     space: bytes
@@ -41,6 +42,7 @@ class Reservation:
     keep: bool = False
     present: dict[int, Chunk] = field(default_factory=dict)
     writes: dict[int, dict[int, Extent]] = field(default_factory=dict)
+    retired: bool = False
 
     def tokens_in(self, position: int) -> int:
         """Tokens of the chunk; only the last of a prefix may be short."""

@@ -18,7 +18,8 @@ class StoreResult:
         stored: chunks that got rows of this call in at least one layer.
         present: chunks that had every layer already; their first rows are kept.
         filtered: chunks of a call none of whose layers is in ``hidden_state_layers``.
-        failed: chunks for which there was no room, or whose node could not be reached.
+        failed: chunks for which there was no room, whose node could not be reached, or which are of a revision of the
+            model's weights that is not the current one.
         prefix_tokens: how many tokens, from the first on, have every accepted layer of this call now, on the node where
             they were stored. 0 when it could not be reached.
     """
@@ -153,8 +154,9 @@ class ChunkReport:
     Attributes:
         first_token, num_tokens: the chunk's place in the prefix.
         reason: ``"ok"``; ``"never_stored"`` (or so long ago that nobody remembers); ``"evicted"``, to make room or by
-            `HiddenStateCache.drop_key`; ``"layer_missing"``; ``"kv_absent"``, ``"kv_unknown"``: the rows may be there,
-            but the KV is gone, or nobody vouches for it; ``"unreachable"``: nobody who should know answers.
+            `HiddenStateCache.drop_key`; ``"retired"``, since the model's weights have changed; ``"layer_missing"``;
+            ``"kv_absent"``, ``"kv_unknown"``: the rows may be there, but the KV is gone, or nobody vouches for it;
+            ``"unreachable"``: nobody who should know answers.
         node_id: hex id of the node that says so; ``""`` where none does.
     """
 
@@ -177,6 +179,7 @@ class CacheStatistics:
         held_bytes: rows of chunks that are not complete yet, held in this client.
         held_dropped_total: chunks that lost theirs, since there were too many.
         timeouts_total, unreachable_total: calls that missed their deadline, and calls that failed otherwise.
+        stale_stores_total: stores refused since this client's revision of the model is not the current one.
         node: the node's own statistics.
     """
 
@@ -192,4 +195,5 @@ class CacheStatistics:
     held_dropped_total: int
     timeouts_total: int
     unreachable_total: int
+    stale_stores_total: int
     node: NodeStatistics | None

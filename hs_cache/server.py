@@ -5,6 +5,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,14 +28,20 @@ from hs_cache.messages import (
     CommitReply,
     ExplainReply,
     ExplainRequest,
+    KnownRevisions,
     LeaseReply,
     LeaseRequest,
+    ModelRevision,
     NodeStatistics,
     PlanReply,
+    PublishReply,
     ReserveReply,
     ReserveRequest,
+    Retired,
+    RevisionTable,
 )
 from hs_cache.planning import check_index, check_key, check_store
+from hs_cache.revisions import NodeRevisions
 from hs_cache.rows import Flat, copy_flat_in, copy_out, empty_rows, flatten_runs
 from hs_cache.shared_pool import SharedPool
 from hs_cache.stitching import HeldRows, Stitcher, StorePlan
@@ -68,6 +75,7 @@ class CacheServer:
         self._store = HiddenStateStore(
             pool.data_bytes, chunk_size=config.chunk_size, max_leased_fraction=config.max_leased_fraction
         )
+        self._revisions = NodeRevisions(self._store)
         self._stitcher = Stitcher(HeldRows())
         self._own_ids = itertools.count()
         self._lock = threading.Lock()
@@ -102,6 +110,7 @@ class CacheServer:
             self._config.model_dump(),
             None if reason else self._pool.address,
             reason,
+            self._revisions.table(),
         )
 
     def _why_not_shared(self, info: ClientInfo) -> str:
@@ -119,6 +128,7 @@ class CacheServer:
         Raises:
             StaleIncarnationError: the request was meant for a predecessor.
             InvalidInputError: a layer's hidden_dim or dtype differs from what the key space holds.
+            StaleRevisionError: the rows are of another revision than the model's current one.
         """
         with self._granting(request) as hold:
             return self._reserve(hold, request)
@@ -128,6 +138,7 @@ class CacheServer:
 
         Raises:
             StaleIncarnationError: this reservation is not, or no longer, held here.
+            StaleRevisionError: the model's current revision has changed since; what was written is free again.
         """
         self._check_attached(incarnation, client_id)
         return self._commit((client_id, hold_id))
@@ -204,6 +215,7 @@ class CacheServer:
 
         Raises:
             InvalidInputError: as `reserve`, or `flat` has another size than the request says.
+            StaleRevisionError: as `reserve` and `commit`.
         """
         first_token = request.first_chunk * self._config.chunk_size
         expected = sum(spec.row_bytes for spec in request.specs) * (request.num_tokens - first_token)
@@ -251,10 +263,12 @@ class CacheServer:
         Args:
             kv_local: whether the KV of these tokens was computed on this node, whose KV side then vouches for them. If
                 not, it counts as present.
-            space: fields of `KeySpace` except ``chunk_size``.
+            space: fields of `KeySpace` except ``chunk_size``. Without a ``model_revision``, the current one that this
+                node knows of: name it where weights may change under a caller who doesn't notice.
 
         Raises:
             InvalidInputError: an argument is wrong; nothing was changed.
+            StaleRevisionError: ``model_revision`` is not the model's current one.
         """
         database = self._database(space)
         if not isinstance(kv_local, bool):
@@ -279,6 +293,7 @@ class CacheServer:
                 specs=plan.specs,
                 kv_local=kv_local,
                 kv=plan.keys.kv,
+                revision=ModelRevision(space.model, 0, space.model_revision),
             )
             reply = self._reserve(hold, request)
             plan.copy_into(self._memory, reply.runs)
@@ -345,6 +360,8 @@ class CacheServer:
                 tokens_served_total=self._served,
                 kv_unknown_total=self._kv_unknown,
                 store=self._store.stats(),
+                stale_stores_total=self._revisions.refused_total,
+                revisions=self._revisions.table(),
             )
 
     def sweep(self) -> int:
@@ -359,6 +376,24 @@ class CacheServer:
             holds = self._store.release_owner(info.client_id)
             logger.info("client process %d is gone; %d leases and reservations of its ended", info.pid, holds)
         return len(gone)
+
+    @property
+    def revisions(self) -> NodeRevisions:
+        """Which revisions are current."""
+        return self._revisions
+
+    def known_revisions(self, model: str) -> KnownRevisions:
+        """What this node knows of the revisions of all models, and of one."""
+        return KnownRevisions(self._revisions.table(), self._revisions.in_use(model))
+
+    def take_revisions(self, table: RevisionTable) -> tuple[Retired, ...]:
+        """Learn which revisions are current; see `hs_cache.revisions.NodeRevisions.take`."""
+        return self._revisions.take(table)
+
+    def heard(self, reply: PublishReply) -> None:
+        """Take in what the controller replies to what this node publishes."""
+        self._revisions.take(reply.revisions)
+        self.set_alone(reply.num_nodes < 2)
 
     def set_alone(self, alone: bool) -> None:
         """Whether the service has no other node: then nobody need ask one for the rest of a prefix."""
@@ -402,6 +437,8 @@ class CacheServer:
             if name not in known:
                 raise InvalidInputError(f"{name}: unknown argument, expected one of {', '.join(known)}")
         key_space = KeySpace(**space, chunk_size=self._config.chunk_size)
+        if not key_space.model_revision:
+            key_space = replace(key_space, model_revision=self._revisions.current(key_space.model))
         return TokenDatabase(
             key_space,
             save_unfull_chunk=self._config.save_unfull_chunk,
@@ -434,17 +471,18 @@ class CacheServer:
         keys = list(named)
         self._check_specs(request)
         self._check_first_chunk(request.first_chunk, keys)
-        reserved = self._store.reserve(
-            hold,
-            space=request.space,
-            keys=keys,
-            num_tokens=request.num_tokens,
-            first_chunk=request.first_chunk,
-            specs=request.specs,
-            kv_local=request.kv_local,
-            replace=request.keep,
-            keep=request.keep and hold[0] in self._clients,  # of no other is it known when it is gone
-        )
+        with self._revisions.admitting(request.space, request.revision):
+            reserved = self._store.reserve(
+                hold,
+                space=request.space,
+                keys=keys,
+                num_tokens=request.num_tokens,
+                first_chunk=request.first_chunk,
+                specs=request.specs,
+                kv_local=request.kv_local,
+                replace=request.keep,
+                keep=request.keep and hold[0] in self._clients,  # of no other is it known when it is gone
+            )
         if request.kv_local and (names := self._kv_names(named)) is not None:
             # Noted now and awaited at the commit: it overlaps the copy, and an eviction reported later still counts.
             self._kv.note_stored(names.blob[request.first_chunk * KEY_BYTES :], request.engine)
@@ -461,7 +499,8 @@ class CacheServer:
 
     def _commit(self, hold: HoldId) -> CommitReply:
         self._kv.settle_notes(self._config.rpc_timeout_s * _KV_SHARE_OF_DEADLINE)
-        done = self._store.commit(hold)
+        with self._revisions.committing():
+            done = self._store.commit(hold)
         return CommitReply(
             self._pool.incarnation, done.stored, done.present, done.failed, done.prefix_tokens, self._alone
         )

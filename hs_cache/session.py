@@ -25,6 +25,7 @@ from hs_cache.errors import (
     ServiceNotRunningError,
     ServiceTimeoutError,
     StaleIncarnationError,
+    StaleRevisionError,
 )
 from hs_cache.gathering import DIRECTORY, Gathered, Gatherer, HeldPieces, Share
 from hs_cache.keys import ChunkKeys, KeySpace, MMSpan, TokenDatabase, normalise_token_ids
@@ -32,20 +33,24 @@ from hs_cache.kv_names import kv_naming
 from hs_cache.leases import this_process
 from hs_cache.messages import (
     UNREACHABLE,
+    AttachReply,
     CommitReply,
     ExplainReply,
     ExplainRequest,
     LeaseReply,
     LeaseRequest,
+    ModelRevision,
     NodeStatistics,
     PlanReply,
     ReportNumber,
     ReserveRequest,
+    RevisionTable,
     Run,
 )
 from hs_cache.planning import Step, check_index, check_keys, check_layer_rows, check_seconds, check_spans, check_store
 from hs_cache.results import CacheStatistics, ChunkReport, Coverage, PrefixHit, StoreResult
 from hs_cache.retrieval import Ask, Copies, Piece, check_ask, make_hit, map_rows, view_arrived
+from hs_cache.revisions import Revisions
 from hs_cache.rows import Flat
 from hs_cache.shared_pool import PoolMapping
 from hs_cache.stitching import HeldRows, Lost, RequestRows, Stitcher, StorePlan
@@ -57,6 +62,9 @@ T = TypeVar("T")
 
 _ATTACH_TIMEOUT_S = 60.0
 """A service that is being started has names before it can answer."""
+
+_PIN_TIMEOUT_S = 10.0
+"""How long a client that connects waits for the controller, which may be restarting, to say what is current."""
 
 _INLINE_BYTES = 1 << 20
 """Copying less takes less time than handing it to a thread, which is where the asyncio client does it."""
@@ -96,7 +104,8 @@ class Session:
     """The state of one client: settings, attachment, counters; and its operations. Thread-safe.
 
     Args:
-        space: the fields of `KeySpace` except ``chunk_size``.
+        space: the fields of `KeySpace` except ``chunk_size``. Without a ``model_revision`` it is the service's current
+            one, for good, from the first `attach` on: the weights of the client's engine don't change by themselves.
         strict: raise `ServiceError` instead of turning it into a miss or a failed store.
         engine: which of the node's engines this client belongs to.
         kv_tags: see `hs_cache.keys.KVNames`.
@@ -114,7 +123,11 @@ class Session:
         self._sender = secrets.token_bytes(_SENDER_BYTES)
         self._reports: dict[int, int] = {}  # by thread: the number of its last KV report
         self._space_fields = dict(space)
+        self._revision: ModelRevision | None = None
         self._key_space(1)  # refuses wrong fields before anything else happens
+        if space.get("model_revision"):
+            self._revision = ModelRevision(space.get("model", ""), 0, space["model_revision"])
+        self._told_revisions: RevisionTable = ()
         self._strict = strict
         self._config: CacheConfig | None = None
         self._database: TokenDatabase | None = None
@@ -134,6 +147,7 @@ class Session:
     def of(cls, config: CacheConfig) -> "Session":
         """A session that knows the settings, and no key space: good for `resolve`."""
         session = cls({}, strict=False)
+        session._revision = ModelRevision("", 0, "")
         session._take_config(config)
         return session
 
@@ -143,12 +157,14 @@ class Session:
             "strict": self._strict,
             "engine": self._engine,
             "kv_tags": dict(self._kv_tags),
+            "revision": self._revision,
             "config": self._config,
             "closed": self._attachment.closed,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Session.__init__(self, state["space"], strict=state["strict"], engine=state["engine"], kv_tags=state["kv_tags"])
+        self._revision = state["revision"]
         if state["config"] is not None:
             self._take_config(state["config"])
         if state["closed"]:
@@ -181,9 +197,40 @@ class Session:
         """Reach the service, whatever `strict` is.
 
         Raises:
-            ServiceError: it can't be reached.
+            ServiceError: it can't be reached, or can't say which revision of the model is current.
         """
-        yield from self._connected(Budget(_ATTACH_TIMEOUT_S))
+        budget = Budget(_ATTACH_TIMEOUT_S)
+        yield from self._connected(budget)
+        if self._revision is None:
+            yield from self._pin_revision(Budget(min(budget.left_s, _PIN_TIMEOUT_S)))
+
+    def _pin_revision(self, budget: Budget) -> Steps[None]:
+        """Take the model's current revision for this client's. The controller has to say, since a node may have missed
+        the latest change: with the revision before, a client of new weights would find rows of old ones."""
+        revisions, known = Revisions(), False
+        while not known:
+            why = "its controller is still hearing of it from the nodes"
+            try:
+                controller = yield Find(None, budget.left_s)
+                table: RevisionTable | None = yield Call(controller, "revisions", (), budget.left_s)
+                revisions.merge(table or ())
+                known = table is not None
+            except ServiceNotRunningError:
+                raise
+            except ServiceError as error:
+                why = str(error)
+            if not known:
+                if budget.left_s < _LONGEST_PAUSE_S:
+                    raise ServiceError(
+                        f"the service can't say which revision of model {self._space_fields.get('model', '')!r} is "
+                        f"current: {why}; name it, with model_revision, to connect all the same"
+                    )
+                yield Pause(_LONGEST_PAUSE_S)
+        revisions.merge(self._told_revisions)
+        with self._lock:
+            if self._revision is None:
+                self._revision = revisions.get(self._space_fields.get("model", ""))
+        self._take_config(self.config)
 
     def store(
         self, token_ids: Any, layers: Mapping[int, Any], token_offset: Any, mm_spans: Sequence[MMSpan]
@@ -495,6 +542,7 @@ class Session:
                 held_dropped_total=self._held.dropped_total,
                 timeouts_total=troubles.timeouts_total,
                 unreachable_total=troubles.unreachable_total,
+                stale_stores_total=troubles.stale_stores_total,
                 node=node,
             )
 
@@ -552,6 +600,10 @@ class Session:
                     if last:
                         error = ServiceError(f"the node refuses what it has just granted: {stale}")
                         self._troubles.report(error, "the cache")
+                except StaleRevisionError as refusal:
+                    self._troubles.recovered("the cache")
+                    self._troubles.refused(refusal)
+                    break
                 except ServiceError as error:
                     if link is not None:
                         self._attachment.fail(link, error)
@@ -568,15 +620,19 @@ class Session:
         self._check_usable()
         link = self._attachment.link
         if link is None:
-            return (yield from self._attachment.attach(self._process, budget, self._take_config))
+            return (yield from self._attachment.attach(self._process, budget, self._take_settings))
         if link.is_final or time.monotonic() < link.look_again_at:
             return link
         try:
             # By now there may be a pool on the client's own node, or one that it can open.
-            return (yield from self._attachment.attach(self._process, Budget(budget.left_s / 2), self._take_config))
+            return (yield from self._attachment.attach(self._process, Budget(budget.left_s / 2), self._take_settings))
         except ServiceError as error:
             logger.debug("still served by node %s: %s", link.located.peer.node_id, error)
             return link
+
+    def _take_settings(self, reply: AttachReply) -> None:
+        self._told_revisions = reply.revisions
+        self._take_config(CacheConfig(**reply.config))
 
     def _take_config(self, config: CacheConfig) -> None:
         if self._config is not None and self._config.chunk_size != config.chunk_size:
@@ -585,16 +641,19 @@ class Session:
                 "connect again"
             )
         self._config = config
-        space = self._key_space(config.chunk_size)
-        self._database = TokenDatabase(
-            space,
-            save_unfull_chunk=config.save_unfull_chunk,
-            kv_naming=kv_naming(config, space),
-            kv_tags=self._kv_tags,
-        )
+        if self._revision is not None:
+            space = self._key_space(config.chunk_size)
+            self._database = TokenDatabase(
+                space,
+                save_unfull_chunk=config.save_unfull_chunk,
+                kv_naming=kv_naming(config, space),
+                kv_tags=self._kv_tags,
+            )
 
     def _key_space(self, chunk_size: int) -> KeySpace:
-        fields: dict[str, Any] = self._space_fields
+        fields: dict[str, Any] = dict(self._space_fields)
+        if self._revision is not None:
+            fields["model_revision"] = self._revision.name
         return KeySpace(**fields, chunk_size=chunk_size)
 
     def _keys(self) -> TokenDatabase:
@@ -637,6 +696,7 @@ class Session:
             kv_local=link.local,
             engine=self._engine,
             kv=plan.keys.kv,
+            revision=self._revision,
         )
         return (yield from self.write(link, request, plan, moment, budget))
 

@@ -12,21 +12,33 @@ A chunk may be *kept*: it is resident and held by its writer, so it isn't evicte
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice
 
 from hs_cache.chunks import Chunk, ChunkTable
-from hs_cache.errors import InvalidInputError, StaleIncarnationError
+from hs_cache.errors import InvalidInputError, StaleIncarnationError, StaleRevisionError
 from hs_cache.extents import Extent
 from hs_cache.kv_presence import Presence
-from hs_cache.messages import EVICTED, KV_ABSENT, LAYER_MISSING, NEVER_STORED, OK, LayerSpec, Run, StoreStatistics
+from hs_cache.messages import (
+    EVICTED,
+    KV_ABSENT,
+    LAYER_MISSING,
+    NEVER_STORED,
+    OK,
+    RETIRED,
+    Freed,
+    LayerSpec,
+    Run,
+    StoreStatistics,
+)
 from hs_cache.placement import Reservation, place
 
 HoldId = tuple[bytes, int]
 """Who holds, and the id that the holder chose: of a lease or of a reservation."""
 
 _MAX_TOMBSTONES = 65536
+_RETIRE_STEP = 4096
 
 
 @dataclass(slots=True, eq=False)
@@ -200,11 +212,18 @@ class HiddenStateStore:
 
         Raises:
             StaleIncarnationError: there is no such reservation (it was given up, or its client counted as gone).
+            StaleRevisionError: its key space was retired meanwhile; what was written is free again.
         """
         with self._lock:
             held = self._holds.get(hold)
             if not isinstance(held, Reservation):
                 raise StaleIncarnationError("this reservation is no longer held here")
+            if held.retired:
+                self._end(hold)
+                raise StaleRevisionError(
+                    "model_revision: the model's current revision changed while these rows were being stored; connect "
+                    "again after the new weights are loaded"
+                )
             stored = present = 0
             kept: dict[Chunk, None] = {}
             for position in held.writes if held.replace else ():
@@ -366,6 +385,35 @@ class HiddenStateStore:
                 return False
             self._unlink(chunk, "" if chunk in self._keepers else EVICTED)
             return True
+
+    def retire(self, spaces: Set[bytes]) -> Freed:
+        """Drop every chunk of some key spaces, and let nothing become visible that has been reserved in them so far.
+
+        Whoever holds a chunk keeps its memory. That nothing more is reserved in these key spaces is the caller's to see
+        to. O(chunks), but others get their turn in between.
+        """
+        with self._lock:
+            for held in self._holds.values():
+                if isinstance(held, Reservation) and held.space in spaces:
+                    held.retired = True
+            chunks = self._table.of_spaces(spaces)
+        freed = Freed()
+        for first in range(0, len(chunks), _RETIRE_STEP):
+            with self._lock:
+                there = [chunk for chunk in chunks[first : first + _RETIRE_STEP] if chunk.linked]
+                for chunk in there:
+                    self._unlink(chunk, RETIRED)
+                freed = Freed(
+                    freed.chunks + len(there),
+                    freed.nbytes + sum(chunk.nbytes for chunk in there),
+                    freed.held_bytes + sum(chunk.nbytes for chunk in there if chunk.holds),
+                )
+        return freed
+
+    def spaces(self) -> set[bytes]:
+        """The key spaces of which there are chunks or reservations."""
+        with self._lock:
+            return self._table.spaces()
 
     def take_changes(self) -> dict[bytes, bool]:
         """Keys that were entered (True) or dropped (False) since the last call or `snapshot`."""

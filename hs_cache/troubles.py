@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 
-from hs_cache.errors import ServiceError, ServiceTimeoutError
+from hs_cache.errors import ServiceError, ServiceTimeoutError, StaleRevisionError
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +41,15 @@ class Troubles:
 
     Attributes:
         timeouts_total, unreachable_total: calls that missed their deadline, and calls that failed otherwise.
+        stale_stores_total: calls that were refused since the client's rows are of weights that are not current.
     """
 
     def __init__(self, *, strict: bool) -> None:
         self._strict = strict
         self._lock = threading.Lock()
         self._known: set[str] = set()
-        self.timeouts_total = self.unreachable_total = 0
+        self._told_stale = False
+        self.timeouts_total = self.unreachable_total = self.stale_stores_total = 0
 
     def report(self, error: ServiceError, what: str) -> None:
         """Count an error, and log it if `what` was well before.
@@ -67,6 +69,20 @@ class Troubles:
         if is_news:
             # As text: whoever keeps the record would keep the error's frames, and with them the pool.
             logger.warning("hs_cache: %s can't be reached, and counts as empty until it can: %s", what, str(error))
+
+    def refused(self, error: StaleRevisionError) -> None:
+        """Count a store that was refused, and log the first one. The service is well.
+
+        Raises:
+            Reported: the client is strict; nothing was logged.
+        """
+        with self._lock:
+            self.stale_stores_total += 1
+            if self._strict:
+                raise Reported(error)
+            is_news, self._told_stale = not self._told_stale, True
+        if is_news:
+            logger.warning("hs_cache: stores of this client fail from now on: %s", str(error))
 
     def recovered(self, what: str) -> None:
         """`what` is well, so that its next trouble is news."""

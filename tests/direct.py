@@ -29,9 +29,10 @@ from hs_cache.keys import KVNames, MMSpan
 from hs_cache.kv_presence import KVPresence
 from hs_cache.kv_reports import ReportedKV
 from hs_cache.leases import this_process
-from hs_cache.messages import LocationBatch, PublishReply, StoreStatistics
+from hs_cache.messages import LocationBatch, PublishReply, RevisionChange, StoreStatistics
 from hs_cache.publishing import Publisher
 from hs_cache.results import Coverage, PrefixHit, StoreResult
+from hs_cache.revisions import ServiceRevisions
 from hs_cache.server import CacheServer
 from hs_cache.session import Session
 from hs_cache.shared_pool import SharedPool
@@ -132,6 +133,8 @@ class Controller:
         """It knows nothing."""
         self.membership = Membership()
         self.directory = Directory()
+        self.revisions = ServiceRevisions()
+        self.revisions.wait_for(())
 
     def hear_all(self) -> None:
         """Every node that can be reached publishes all that it has to say."""
@@ -151,22 +154,33 @@ class Controller:
         """One call, as it arrives."""
         if self.unreachable:
             raise ServiceError("the controller can't be reached")
-        self.calls.append(method)
+        self.calls += [method] * (method != "revisions")  # which every client asks for when it connects
         methods: dict[str, Callable[..., Any]] = {
             "publish": self.publish,
             "locate": self.locate,
             "where": self.where,
+            "revisions": self.revisions.current,
         }
         return _sent(methods[method](*_sent(args)))
 
+    def bump(self, model: str, name: str | None = None, *, unreached: Sequence["Node"] = ()) -> RevisionChange:
+        """As `hs_cache.bump_revision`; some nodes are not reached."""
+        reached = [node for node in self.nodes.values() if node not in unreached]
+        change = self.revisions.change(model, name, [node.server.known_revisions(model) for node in reached])
+        assert change is not None
+        for node in reached:
+            node.server.revisions.take(self.revisions.table())
+        return change
+
     def publish(self, batch: LocationBatch) -> PublishReply:
+        revisions = self.revisions.take(batch.node_id, batch.revisions)
         self.membership.join(batch.node_id, batch.incarnation)
         applied = True
         if batch.whole:
             self.directory.replace(batch.node_id, batch.incarnation, batch.number, batch.added)
         else:
             applied = self.directory.apply(batch.node_id, batch.incarnation, batch.number, batch.added, batch.removed)
-        return PublishReply(applied, len(self.membership.members()))
+        return PublishReply(applied, len(self.membership.members()), revisions)
 
     def locate(self, keys: bytes, without: Sequence[str] = ()) -> tuple[Segment, ...]:
         return self.directory.locate(keys, without=without)
@@ -215,13 +229,14 @@ class Node:
         """Another incarnation, empty, under the same address."""
         self.pool = SharedPool(self._slots * SLOT_BYTES, name=self.name, prefault=False, margin_bytes=0)
         self.server = CacheServer(self.config, self.pool, node_id=self.name, kv=self._kv)
-        server, controller = self.server, self.controller
+        controller = self.controller
         self.publisher = Publisher(
             self.server.store,
             node_id=self.name,
             incarnation=self.pool.incarnation,
             send=lambda batch: controller.perform("controller", "publish", (batch,)),
-            heard=lambda num_nodes: server.set_alone(num_nodes < 2),
+            revisions=self.server.revisions.table,
+            heard=self.server.heard,
         )
 
     def perform(self, target: str, method: str, args: tuple[Any, ...]) -> Any:
@@ -441,16 +456,17 @@ class DirectCache:
         dtype: Any = None,
         device: Any = None,
         out: Any = None,
+        mm_spans: Sequence[MMSpan] = (),
         wait_s: Any = 0.0,
     ) -> PrefixHit:
-        return self.run(self.session.retrieve(token_ids, layers, start, stop, dtype, device, out, (), wait_s))
+        return self.run(self.session.retrieve(token_ids, layers, start, stop, dtype, device, out, mm_spans, wait_s))
 
-    def plan(self, token_ids: Any, layers: Any = 0, *, hold: Any = False) -> Coverage:
-        return self.run(self.session.plan(token_ids, layers, (), hold))
+    def plan(self, token_ids: Any, layers: Any = 0, *, hold: Any = False, mm_spans: Sequence[MMSpan] = ()) -> Coverage:
+        return self.run(self.session.plan(token_ids, layers, mm_spans, hold))
 
-    def explain(self, token_ids: Any, layers: Any = 0) -> list[str]:
+    def explain(self, token_ids: Any, layers: Any = 0, *, mm_spans: Sequence[MMSpan] = ()) -> list[str]:
         """The reasons only."""
-        return [report.reason for report in self.run(self.session.explain(token_ids, layers, ()))]
+        return [report.reason for report in self.run(self.session.explain(token_ids, layers, mm_spans))]
 
     def report(self, method: str, what: Any) -> bool:
         return self.run(self.session.report(method, what))

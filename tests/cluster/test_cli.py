@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 
 import hs_cache
 from hs_cache.errors import ServiceNotRunningError
@@ -89,6 +90,70 @@ def test_the_life_of_a_service(address: str, name: str, tmp_path: Path) -> None:
     assert nodes_of(name) == []
 
 
+def test_the_weights_of_a_model_change(address: str, name: str) -> None:
+    there = ("--address", address, "--service", name)
+    assert command("start", *there, "--config", "-", given=CONFIG).returncode == 0
+    (node_id,) = nodes_of(name)
+    old, other = (hs_cache.connect(service=name, model=model) for model in ("m", "another"))
+    assert old is not None
+    assert other is not None
+    for cache in (old, other):
+        assert cache.store(range(8), {0: make_rows(8, 1)}).stored == 2
+    held = old.retrieve(range(8), 0)
+
+    bumped = command("bump-revision", *there, "--model", "m", "--json")
+    assert (bumped.returncode, bumped.stderr) == (0, "")
+    freed = {"chunks": 2, "nbytes": 256, "held_bytes": 256}
+    assert reply(bumped) == {
+        "service": name,
+        "model": "m",
+        "revision": "r1",
+        "previous": "",
+        "changed": True,
+        "nodes": [{"node_id": node_id, **freed}],
+        "unreached": [],
+    }
+    assert torch.equal(held[0], make_rows(8, 1))
+    assert not old.retrieve(range(8), 0)
+    assert old.store(range(8), {0: make_rows(8, 1)}).failed == 2
+    assert other.retrieve(range(8), 0).num_tokens == 8
+    new = hs_cache.connect(service=name, model="m")
+    assert new is not None
+    assert new.key_space.model_revision == "r1"
+    assert new.store(range(8), {0: make_rows(8, 2)}).stored == 2
+
+    again = command("bump-revision", *there, "--model", "m", "r1")
+    assert (again.returncode, again.stdout) == (
+        0,
+        "Revision 'r1' of model 'm' is current already; nothing has changed.\n",
+    )
+    assert new.retrieve(range(8), 0).num_tokens == 8
+    named = command("bump-revision", *there, "--model", "m", "v2")
+    assert (named.returncode, named.stdout) == (
+        0,
+        "Revision 'v2' of model 'm' is current now, before it was 'r1'. Freed 2 chunks, 0.0 MiB, on 1 node.\n",
+    )
+    status = command("status", *there)
+    assert status.stdout.endswith("The current revision of model 'm' is 'v2'.\n")
+
+
+def test_a_change_of_weights_that_cannot_be(address: str, name: str) -> None:
+    there = ("--address", address, "--service", name)
+    nowhere, nameless, empty = commands(
+        ("bump-revision", *there, "--model", "m"),
+        ("bump-revision", *there),
+        ("bump-revision", *there, "--model", "m", "", "--json"),
+    )
+    assert (nowhere.returncode, nowhere.stdout) == (1, "")
+    assert nowhere.stderr == f"Error: no service named '{name}' runs in this Ray cluster\n"
+    assert nameless.returncode == 2
+    assert "--model" in nameless.stderr
+    assert reply(empty)["error"] == {
+        "type": "InvalidInputError",
+        "message": "revision: got '', expected None or a name that is not empty",
+    }
+
+
 def test_without_a_service(address: str, name: str) -> None:
     there = ("--address", address, "--service", name)
     status, script, stopped = commands(("status", *there), ("status", *there, "--json"), ("stop", *there, "--json"))
@@ -112,7 +177,7 @@ def test_a_service_that_waits_for_its_first_node(address: str, name: str) -> Non
         f"Service '{name}' runs, but no node carries it yet.\n"
         "The controller knows 0 chunks on 0 nodes, and was asked 0 times.\n"
     )
-    nothing_yet = {"membership_version": 0, "nodes": [], "num_keys": 0, "locates_total": 0}
+    nothing_yet = {"membership_version": 0, "nodes": [], "num_keys": 0, "locates_total": 0, "revisions": []}
     assert reply(script) == {"service": name, "controller": nothing_yet, "nodes": []}
     with pytest.raises(ServiceNotRunningError, match="has no node yet: none that joined matches its node_selector"):
         hs_cache.connect(service=name)

@@ -37,6 +37,7 @@ ORDER = [
     "chunks",
     "placement",
     "store",
+    "revisions",
     "directory",
     "publishing",
     "server",
@@ -55,11 +56,12 @@ ORDER = [
     "refs",
     "writer",
     "launch",
+    "weights",
     "client",
     "metrics",
     "cli",
 ]
-MAY_IMPORT_RAY = {"router", "payloads", "refs", "writer", "launch", "client", "metrics", "cli"}
+MAY_IMPORT_RAY = {"router", "payloads", "refs", "writer", "launch", "weights", "client", "metrics", "cli"}
 WITHOUT_TORCH = [
     "errors",
     "config",
@@ -72,6 +74,7 @@ WITHOUT_TORCH = [
     "kv_reports",
     "chunks",
     "placement",
+    "revisions",
     "lora",
 ]
 ACTORS_WITHOUT_TORCH = ["kv_actor", "controller", "hidden_state_actor", "pair", "deploy", "__main__"]

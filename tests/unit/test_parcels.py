@@ -577,3 +577,13 @@ def test_an_object_all_the_way() -> None:
     del arrived
     assert is_empty(node)
     assert split_keys(node.server.store.snapshot()) == []
+
+
+def test_new_weights_of_a_model_without_a_name_concern_no_parcel() -> None:
+    node = Node(SLOTS)
+    client = Client(node)
+    assert client.put(1)
+    node.controller.bump("")
+    assert client.put(2, name=ParcelName.of("another"))
+    assert (client.value(), client.value(ParcelName.of("another"))) == (1, 2)
+    assert is_empty(node)

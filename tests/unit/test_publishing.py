@@ -14,11 +14,13 @@ from hs_cache import publishing
 from hs_cache.directory import Directory
 from hs_cache.errors import ServiceError, ServiceTimeoutError
 from hs_cache.kv_presence import Presence
-from hs_cache.messages import LocationBatch, PublishReply, split_keys
+from hs_cache.messages import LocationBatch, ModelRevision, PublishReply, split_keys
 from hs_cache.publishing import Publisher
 from hs_cache.store import HiddenStateStore
 from tests.builders import OWNER, lease, make_keys, make_store, put, reserve
 from tests.direct import poll
+
+REVISIONS = (ModelRevision("m", 2, "r2"),)
 
 Send = Callable[[LocationBatch], PublishReply]
 
@@ -34,7 +36,7 @@ class Station:
         self.directory = Directory()
         self.batches: list[LocationBatch] = []
         self.fault: Callable[[Send, LocationBatch], PublishReply] | None = None
-        self.heard: list[int] = []
+        self.heard: list[PublishReply] = []
 
     def send(self, batch: LocationBatch) -> PublishReply:
         fault, self.fault = self.fault, None
@@ -57,7 +59,14 @@ class Station:
 def make_publisher(
     store: HiddenStateStore, station: Station, *, node_id: str = "n", incarnation: bytes = b"i"
 ) -> Publisher:
-    return Publisher(store, node_id=node_id, incarnation=incarnation, send=station.send, heard=station.heard.append)
+    return Publisher(
+        store,
+        node_id=node_id,
+        incarnation=incarnation,
+        send=station.send,
+        revisions=lambda: REVISIONS,
+        heard=station.heard.append,
+    )
 
 
 def keys_of(store: HiddenStateStore) -> set[bytes]:
@@ -87,9 +96,10 @@ def test_all_first_then_changes_in_order_then_signs_of_life() -> None:
     assert (first.number, first.whole, set(split_keys(first.added))) == (1, True, set(make_keys("ab")))
     assert (second.number, second.whole, set(split_keys(second.added))) == (2, False, set(make_keys("xyz")))
     assert split_keys(second.removed) == make_keys("ab")[1:]
-    assert third == LocationBatch("n", b"i", 3, b"", b"", whole=False)
+    assert third == LocationBatch("n", b"i", 3, b"", b"", whole=False, revisions=REVISIONS)
+    assert [batch.revisions for batch in station.batches] == [REVISIONS] * 3
     assert station.knows() == keys_of(store)
-    assert station.heard == [3, 3, 3]
+    assert station.heard == [PublishReply(True, 3)] * 3
 
 
 def test_what_came_and_went_between_two_batches_is_named_once_by_how_it_ended() -> None:

@@ -669,8 +669,8 @@ def test_strict_clients_hear_of_each_trouble_once(clock: Clock) -> None:
         cache.retrieve(TOKENS)
     assert cache.retrieve(TOKENS[:8]).num_tokens == 8, "nobody else is needed for this"
     settled(nodes)
-    far = DirectCache(nodes[0], far=True, strict=True, clock=clock)
     nodes[0].controller.unreachable = nodes[1].unreachable = False
+    far = DirectCache(nodes[0], far=True, strict=True, clock=clock)
     nodes[0].unreachable = True
     with pytest.raises(ServiceError, match=f"{nodes[0].name} can't be reached"):
         far.retrieve(TOKENS)

@@ -3,14 +3,14 @@
 import random
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
-from hs_cache.errors import InvalidInputError, StaleIncarnationError
+from hs_cache.errors import InvalidInputError, StaleIncarnationError, StaleRevisionError
 from hs_cache.extents import Extent
 from hs_cache.kv_presence import Presence
-from hs_cache.messages import NEVER_STORED, LayerSpec, Run, split_keys
+from hs_cache.messages import NEVER_STORED, RETIRED, Freed, LayerSpec, Run, split_keys
 from hs_cache.store import Committed, Granted, HiddenStateStore, HoldId, Reserved
 from tests.builders import (
     CHUNK_SIZE,
@@ -802,6 +802,94 @@ def test_a_node_that_is_alone_again_keeps_its_order_sound() -> None:
 
 
 # What has changed
+
+
+def test_retiring_a_key_space_drops_its_chunks_and_no_others_and_readers_go_on() -> None:
+    store = make_store(16)
+    put(store, "abc", *BOTH)
+    reserve(store, (OWNER, 1), "a", salt="another")
+    store.commit((OWNER, 1))
+    held = lease(store, (OWNER, 2), "ab")
+    store.changed.clear()
+    store.take_changes()
+    assert store.spaces() == {make_space().fingerprint, make_space(salt="another").fingerprint}
+    freed = store.retire({make_space().fingerprint, b"never heard of"})
+    assert freed == Freed(chunks=3, nbytes=6 * SLOT_BYTES, held_bytes=4 * SLOT_BYTES)
+    assert coverage(store, "abc") == "..."
+    assert store.contains(make_keys("a", salt="another")[0], 0)
+    assert store.survey(make_keys("a"), (0,)).reasons == (RETIRED,)
+    assert (slots(store, "stranded"), slots(store, "free")) == (4, 11)
+    assert store.changed.is_set()
+    assert store.take_changes() == dict.fromkeys(make_keys("abc"), False)
+    store.check()
+    assert held.num_tokens == 8
+    store.release(OWNER, [2])
+    assert (slots(store, "stranded"), slots(store, "free")) == (0, 15)
+    assert store.spaces() == {make_space(salt="another").fingerprint}
+    assert store.retire({make_space().fingerprint}) == Freed()
+    assert put(store, "abc").stored == 3, "who names it again may use it again"
+    store.check()
+
+
+def test_what_was_reserved_before_its_key_space_was_retired_never_becomes_visible() -> None:
+    store = make_store(8)
+    put(store, "a")
+    reserve(store, (OWNER, 1), "abc")
+    reserve(store, (OWNER, 2), "xy", salt="another")
+    store.retire({make_space().fingerprint})
+    store.check()
+    reserve(store, (OWNER, 3), "ab")
+    assert store.commit((OWNER, 3)).stored == 2
+    with pytest.raises(StaleRevisionError, match="connect again after the new weights are loaded"):
+        store.commit((OWNER, 1))
+    assert coverage(store, "abc") == "ab."
+    assert store.commit((OWNER, 2)).stored == 2
+    assert (slots(store, "reserved"), slots(store, "stranded"), slots(store, "free")) == (0, 0, 4)
+    with pytest.raises(StaleIncarnationError):
+        store.commit((OWNER, 1))
+    store.check()
+
+
+class Turns:
+    """A lock that somebody else always gets first."""
+
+    def __init__(self, first: Callable[[], object]) -> None:
+        self._lock = threading.Lock()
+        self._first = first
+        self._is_mine = True
+
+    def __enter__(self) -> None:
+        if self._is_mine:
+            self._is_mine = False
+            self._first()
+            self._is_mine = True
+        self._lock.acquire()
+
+    def __exit__(self, *_error: object) -> None:
+        self._lock.release()
+
+
+def test_others_get_their_turn_while_a_key_space_is_retired(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hs_cache.store._RETIRE_STEP", 2)
+    store = make_store(8)
+    put(store, "abcdefgh")
+    keys = make_keys("abcdefgh")
+    store._lock = Turns(lambda: store.drop(keys.pop()))  # type: ignore[assignment]
+    freed = store.retire({make_space().fingerprint})
+    assert freed == Freed(4, 4 * SLOT_BYTES, 0)
+    assert len(keys) == 3, "h before it began, then g, f and e, and d, which was gone"
+    store.check()
+    assert slots(store, "free") == 8
+
+
+def test_a_lease_of_a_key_space_that_is_retired_while_kv_is_being_asked_is_a_miss() -> None:
+    store = make_store(8)
+    put(store, "ab")
+    found = store.lease((OWNER, 1), make_keys("ab"), (0,))
+    store.retire({make_space().fingerprint})
+    assert store.settle((OWNER, 1), [PRESENT] * len(found.keys)) == NOTHING
+    assert slots(store, "free") == 8
+    store.check()
 
 
 def test_changes_over_a_snapshot_are_what_is_there() -> None:

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from hs_cache.errors import StaleIncarnationError
+from hs_cache.errors import StaleIncarnationError, StaleRevisionError
 from hs_cache.kv_presence import Presence
 from hs_cache.messages import LayerSpec, Run, split_keys
 from hs_cache.store import HoldId
@@ -33,7 +33,14 @@ LAYERS = st.sampled_from([(0,), (1,), (0, 1), (1, 0)])
 WAYS = st.sampled_from(["first wins"] * 4 + ["replace", "keep", "keep"])
 SKIPPED = st.sampled_from([0, 0, 0, 1, 2])
 OWNERS = st.sampled_from([b"x", b"y", b"z"])
+SPACES = {letter: make_space(salt=letter).fingerprint for letter in "ax"}
+"""By the first letter of a prompt: key spaces that share no chunk."""
+
 STATES = st.lists(st.sampled_from([Presence.PRESENT] * 8 + [Presence.ABSENT, Presence.UNKNOWN]), min_size=6, max_size=6)
+
+
+def space_of(tokens: tuple[int, ...]) -> bytes:
+    return SPACES[chr(tokens[0] // CHUNK_SIZE)]
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.held: dict[HoldId, set[bytes]] = {}  # less what was dropped: a chunk stored again later is another one
         self.content: dict[tuple[bytes, int], int] = {}  # what must be found, if anything is
         self.parents: dict[bytes, bytes | None] = {}
+        self.spaces: dict[bytes, bytes] = {}
+        self.retired: set[HoldId] = set()
         self.alone = True
         self.published: set[bytes] = set()  # what whoever was told of every change takes to be there
 
@@ -81,6 +90,7 @@ class StoreMachine(RuleBasedStateMachine):
     def keys_of(self, tokens: tuple[int, ...]) -> list[bytes]:
         keys = make_keys(tokens)
         self.parents.update(zip(keys, [None, *keys], strict=False))
+        self.spaces.update(dict.fromkeys(keys, space_of(tokens)))
         return keys
 
     def there(self) -> set[tuple[bytes, int]]:
@@ -97,7 +107,7 @@ class StoreMachine(RuleBasedStateMachine):
         specs = tuple(SPECS[layer] for layer in layers)
         reserved = self.store.reserve(
             hold,
-            space=make_space().fingerprint,
+            space=space_of(tokens),
             keys=keys,
             num_tokens=len(tokens),
             first_chunk=first_chunk,
@@ -150,6 +160,12 @@ class StoreMachine(RuleBasedStateMachine):
         specs = tuple(SPECS[layer] for layer in writer.layers)
         written = self.memory.read(writer.runs, specs)
         assert set(written.values()) <= {writer.write_id}, "somebody wrote into a reservation"
+        if hold in self.retired:
+            with pytest.raises(StaleRevisionError):
+                self.store.commit(hold)
+            self.forget([hold])
+            assert self.there() == before, "what was reserved before its key space was retired became visible"
+            return hold
         done = self.store.commit(hold)
         self.forget([hold])
         after = self.there()
@@ -279,6 +295,18 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.store.drop(key) == bool({(key, 0), (key, 1)} & there)
         assert self.there() == there - {(key, 0), (key, 1)}
         self.forget_dropped({key})
+
+    @rule(letters=st.sampled_from(["a", "x", "ax"]))
+    def retire(self, letters: str) -> None:
+        spaces, before = {SPACES[letter] for letter in letters}, self.there()
+        free = self.store.stats().free_bytes
+        freed = self.store.retire(spaces)
+        gone = {(key, layer) for key, layer in before if self.spaces[key] in spaces}
+        assert self.there() == before - gone
+        assert freed.chunks == len({key for key, _ in gone})
+        assert self.store.stats().free_bytes == free + freed.nbytes - freed.held_bytes, "who holds a chunk keeps it"
+        self.retired |= {hold for hold, writer in self.writers.items() if space_of(writer.tokens) in spaces}
+        self.forget_dropped({key for key, _ in gone})
 
     @rule(alone=st.booleans())
     def set_alone(self, alone: bool) -> None:
