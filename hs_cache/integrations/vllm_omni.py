@@ -215,22 +215,13 @@ class HiddenStateCacheConnector(OmniConnectorBase):
             sent = list(self._sent.pop(request_id, {}).values())
             self._num_sent -= len(sent)
             routes = list(self._routes)
-        reclaimed: list[bool | None] = []
-        try:
-            for parcel in sent:
-                reclaimed.append(self._router.run(self._parcels.drop(parcel.name, parcel.generation, parcel.node_id)))
-            if not sent:
-                for route in routes:
-                    reclaimed.append(self._router.run(self._parcels.drop(self._name(request_id, route))))
-        except HiddenStateCacheError as error:
-            reclaimed.append(None)
-            logger.debug("cleanup of %s: %s", request_id, error)
-        if None in reclaimed:
+        if sent:
+            count, asked = self._drop_all((parcel.name, parcel.generation, parcel.node_id) for parcel in sent)
+        else:
+            count, asked = self._drop_all((self._name(request_id, route), None, "") for route in routes)
+        if not asked:
             self._let_go(sent)
-        count = sum(map(bool, reclaimed))
-        with self._lock:
-            self._counts["reclaimed"] += count
-        return True if count else None if None in reclaimed else False
+        return True if count else False if asked else None
 
     def abandon_get(self, get_key: str) -> None:
         """Nothing to do: a `get` that has returned leaves nothing behind."""
@@ -287,13 +278,25 @@ class HiddenStateCacheConnector(OmniConnectorBase):
             self._num_sent = 0
         self._let_go(sent)
         self._releaser.flush()
-        try:
-            for parcel in sent:
-                if parcel.hold is None:
-                    self._router.run(self._parcels.drop(parcel.name, parcel.generation, parcel.node_id))
-        except HiddenStateCacheError as error:
-            logger.debug("what was put can't be dropped: %s", error)
+        self._drop_all((parcel.name, parcel.generation, parcel.node_id) for parcel in sent if parcel.hold is None)
         self._cache.close()
+
+    def _drop_all(self, parcels: Iterable[tuple[ParcelName, bytes | None, str]]) -> tuple[int, bool]:
+        """Drop parcels, given as to `Parcels.drop`, until one can't be asked for: how many, and whether all could."""
+        count, asked = 0, True
+        try:
+            for parcel in parcels:
+                dropped = self._router.run(self._parcels.drop(*parcel))
+                if dropped is None:  # nor would it answer the next one, and each costs its deadline
+                    asked = False
+                    break
+                count += dropped
+        except HiddenStateCacheError as error:
+            asked = False
+            logger.debug("what was put can't be dropped: %s", error)
+        with self._lock:
+            self._counts["reclaimed"] += count
+        return count, asked
 
     def _take(self, name: ParcelName, node_id: str, timeout_s: float) -> tuple[Any, int] | None:
         try:
