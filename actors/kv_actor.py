@@ -4,12 +4,13 @@ import pkgutil
 from typing import Any
 
 from hs_cache.config import CacheConfig
-from hs_cache.kv_presence import KVSource, KVStatistics
+from hs_cache.errors import InvalidInputError
+from hs_cache.kv_presence import KVSource, KVStatistics, RegistersEngines
 from hs_cache.kv_reports import Report, ReportedKV
 from hs_cache.messages import ReportNumber
 
 _SOURCES = {
-    "lmcache": "hs_cache.integrations.lmcache:LMCacheSource",
+    "lmcache": "hs_cache.integrations.lmcache_source:LMCacheSource",
     "vllm_events": "hs_cache.integrations.vllm_events:VLLMEventsSource",
 }
 
@@ -55,6 +56,12 @@ class KVActor:
     def resync(self, keys: bytes, engine: str = "", number: ReportNumber | None = None) -> None:
         """KV of these chunks is all that an engine has; with ``b""`` all of it is gone."""
         self._reported.report(Report.RESYNC, keys, engine, number)
+
+    def register_engine(self, name: str, rank: int, address: str, token: bytes) -> None:
+        """See `hs_cache.integrations.lmcache_source.LMCacheSource.register_engine`."""
+        if not isinstance(self._source, RegistersEngines):
+            raise InvalidInputError("register_engine: this service asks no engines, which takes kv_source: lmcache")
+        self._source.register_engine(name, rank, address, token)
 
     def stats(self) -> KVStatistics:
         """Counts."""

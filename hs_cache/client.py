@@ -45,6 +45,16 @@ class _Client:
         self._background = Background()
 
     @property
+    def service(self) -> str:
+        """The name of the service."""
+        return self._router.service
+
+    @property
+    def config(self) -> CacheConfig:
+        """The service's settings."""
+        return self._session.config
+
+    @property
     def chunk_size(self) -> int:
         """Tokens per chunk, as the service is configured."""
         return self._session.config.chunk_size

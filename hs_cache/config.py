@@ -25,7 +25,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from hs_cache.errors import ConfigError, InvalidInputError
 
@@ -69,6 +78,10 @@ LMCACHE_KEYS = frozenset(
     storage_plugins store_location transfer_channel use_gds use_gpu_connector_v3 use_layerwise
     """.split()  # noqa: SIM905  (one name per line would be longer than the rest of the module)
 )
+
+
+LMCACHE_HASHES = ("builtin", "sha256_cbor", "sha256_cbor_64bit")
+"""What ``pre_caching_hash_algorithm`` can be with ``kv_source: lmcache``; vLLM used to call the second by the third."""
 
 
 def _not_bool(value: object) -> object:
@@ -136,6 +149,12 @@ class CacheConfig(BaseModel):
     kv_source: Literal["reports", "lmcache", "vllm_events", "none"] = Field(
         "reports", description="'reports', 'lmcache', 'vllm_events' or 'none'"
     )
+    pre_caching_hash_algorithm: str = Field(
+        LMCACHE_HASHES[0], description=f"with kv_source 'lmcache', one of {', '.join(map(repr, LMCACHE_HASHES))}"
+    )
+    kv_hash_seed: str | None = Field(
+        None, description="with kv_source 'lmcache', the PYTHONHASHSEED of engines that run in vLLM, or null"
+    )
     rpc_timeout_s: _Float = Field(
         2.0, gt=0, le=_DAY_S, description=f"a number of seconds greater than 0 and at most {_DAY_S}"
     )
@@ -186,6 +205,21 @@ class CacheConfig(BaseModel):
                 "and nothing in the result would tell which rows are missing"
             )
         return "prefix_strict" if text in ("prefix_strict", "prefixstrict") else value
+
+    @field_validator("pre_caching_hash_algorithm", mode="after")
+    @classmethod
+    def _hash_is_known(cls, value: str, info: ValidationInfo) -> str:
+        # LMCache has more of them; a file that serves both must load where nobody asks for chunks by these hashes.
+        if info.data.get("kv_source") == "lmcache" and value not in LMCACHE_HASHES:
+            raise ValueError("chunk hashes of that kind can't be computed here")
+        return value
+
+    @field_validator("kv_hash_seed", mode="before")
+    @classmethod
+    def _seed_from_number(cls, value: object) -> object:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return str(value)  # YAML takes 0 for a number, the environment for text
+        return None if isinstance(value, str) and value.lower() in ("null", "none") else value
 
     @field_validator("node_selector", mode="before")
     @classmethod

@@ -2,6 +2,7 @@
 
 from hs_cache.config import CacheConfig
 from hs_cache.keys import KeySpace, KVNaming
+from hs_cache.lmcache_names import LMCacheNaming
 
 NAMING_SOURCES = frozenset({"lmcache", "vllm_events"})
 """Values of ``kv_source`` that come with names of their own."""
@@ -9,4 +10,6 @@ NAMING_SOURCES = frozenset({"lmcache", "vllm_events"})
 
 def kv_naming(config: CacheConfig, space: KeySpace) -> KVNaming | None:
     """The naming of a service with these settings, for prefixes of `space`; None where chunks go by their keys."""
+    if config.kv_source == "lmcache":
+        return LMCacheNaming(config.pre_caching_hash_algorithm, config.kv_hash_seed)
     return None

@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from hs_cache.errors import InvalidInputError
 from hs_cache.keys import KVNames
@@ -82,6 +82,15 @@ class KVSource(Protocol):
 
     def close(self) -> None:
         """End threads and connections; idempotent."""
+        ...
+
+
+@runtime_checkable
+class RegistersEngines(Protocol):
+    """A `KVSource` which asks engines that make themselves known."""
+
+    def register_engine(self, name: str, rank: int, address: str, token: bytes) -> None:
+        """See `hs_cache.integrations.lmcache_source.LMCacheSource.register_engine`."""
         ...
 
 
