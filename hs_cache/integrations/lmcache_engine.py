@@ -72,8 +72,8 @@ class _Backend:
 class EngineAnswers:
     """Answers its node's `KVActor` which chunks an ``LMCacheEngine`` has, and tells it every second where to ask.
 
-    One daemon thread listens, one keeps telling, and one serves each connection. A second engine in the process, or a
-    rank of its own, has its own.
+    One daemon thread listens, one keeps telling, and one serves each connection. A rank that keeps no KV, since LMCache's
+    ``save_only_first_rank`` leaves that to the first, has no say and does nothing.
 
     Args:
         engine: it may get its storage manager later; until then everything is unknown.
@@ -94,7 +94,10 @@ class EngineAnswers:
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._closed = threading.Event()
-        self._threads = [self._begin(self._accept, "listens"), self._begin(self._keep_telling, "tells")]
+        work = {"listens": self._accept, "tells": self._keep_telling}
+        if engine.save_only_first_rank and not engine.metadata.is_first_rank():
+            work = {}
+        self._threads = [self._begin(one, what) for what, one in work.items()]
 
     def _begin(self, work: Callable[[], None], what: str) -> threading.Thread:
         thread = threading.Thread(target=work, name=f"hs_cache-lmcache-{what}", daemon=True)

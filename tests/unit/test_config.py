@@ -29,6 +29,10 @@ hidden_state_layers: [0, 1]
 """
 
 WRONG = [
+    ("pre_caching_hash_algorithm", None),
+    ("pre_caching_hash_algorithm", 1),
+    ("kv_hash_seed", True),
+    ("kv_hash_seed", ["0"]),
     ("chunk_size", 0),
     ("chunk_size", -1),
     ("chunk_size", True),
@@ -101,6 +105,8 @@ def test_defaults() -> None:
         "hidden_states_retrieve_mode": "prefix_strict",
         "node_selector": "auto",
         "kv_source": "reports",
+        "pre_caching_hash_algorithm": "builtin",
+        "kv_hash_seed": None,
         "rpc_timeout_s": 2.0,
         "max_leased_fraction": 0.5,
         "kv_index_capacity": 262_144,
@@ -129,6 +135,7 @@ def test_every_lmcache_key_is_read_or_ignored() -> None:
         "hidden_state_layers",
         "hidden_states_retrieve_mode",
         "max_hidden_state_cpu_size",
+        "pre_caching_hash_algorithm",
         "save_unfull_chunk",
     }
     assert load(dict.fromkeys(LMCACHE_KEYS - shared, "anything")) == load()
@@ -164,6 +171,19 @@ def test_all_wrong_values_are_reported_with_their_own_source(tmp_path: Path) -> 
     assert f"chunk_size: got 0 from {path}, expected" in str(caught.value)
     assert "; kv_source: got 'x' from HS_CACHE_KV_SOURCE, expected" in str(caught.value)
     assert "rpc_timeout_s" not in str(caught.value)
+
+
+def test_a_hash_of_lmcaches_that_cannot_be_computed_is_wrong_only_where_it_matters() -> None:
+    assert load({"pre_caching_hash_algorithm": "sha256"}).pre_caching_hash_algorithm == "sha256"
+    with pytest.raises(
+        ConfigError, match="pre_caching_hash_algorithm: got 'sha256', expected with kv_source 'lmcache'"
+    ):
+        CacheConfig(kv_source="lmcache", pre_caching_hash_algorithm="sha256")
+
+
+@pytest.mark.parametrize(("given", "seed"), [(0, "0"), ("0", "0"), ("null", None), (None, None), ("random", "random")])
+def test_a_seed_is_text(given: Any, seed: str | None) -> None:
+    assert load({"kv_hash_seed": given}).kv_hash_seed == seed
 
 
 def test_long_values_are_shortened_in_messages() -> None:
