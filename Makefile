@@ -8,6 +8,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+LMCACHE_VENV := .venv-lmcache
+LMCACHE_READY := $(LMCACHE_VENV)/.ready
+LMCACHE_PIP := $(LMCACHE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
@@ -50,6 +54,22 @@ test-unit: $(READY)  ## run the tests that start no Ray
 test-gpu: $(READY)  ## run the tests that need a CUDA device; they are skipped where there is none
 	$(BIN)/python -m pytest tests/gpu -rs
 
+# LMCache needs older packages than the rest, and its wheel asks for GPU packages, so it has an environment of its own, and
+# comes without what it asks for. constraints-lmcache.txt names everything that it runs with.
+$(LMCACHE_READY): pyproject.toml constraints-lmcache.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 14) else f"{sys.executable} is Python {v[0]}.{v[1]}, but LMCache is tested with 3.11 to 3.13: make PYTHON=python3.12 ...")'
+	@$(LMCACHE_VENV)/bin/python -m pip --version >/dev/null 2>&1 || { echo "making $(LMCACHE_VENV)"; $(PYTHON) -m venv $(LMCACHE_VENV); }
+	@echo "installing into $(LMCACHE_VENV) (some minutes the first time)"
+	@$(LMCACHE_PIP) "$$(grep '^torch==' constraints-lmcache.txt)"
+	@$(LMCACHE_PIP) -r constraints-lmcache.txt
+	@$(LMCACHE_PIP) --no-deps lmcache==0.5.6
+	@$(LMCACHE_PIP) --no-deps -e .
+	@touch $@
+
+.PHONY: test-lmcache
+test-lmcache: $(LMCACHE_READY)  ## run the tests that need the real LMCache, on the CPU, in an environment of their own
+	$(LMCACHE_VENV)/bin/python -m pytest tests/lmcache tests/unit/test_lmcache_names.py --durations=5
+
 CHAOS_SECONDS ?= 60
 CHAOS_SEED ?=
 
@@ -76,6 +96,6 @@ bench: $(READY)  ## measure store and retrieve on a node against memcpy, in step
 	$(BIN)/python benchmarks/cross_node.py
 
 .PHONY: clean
-clean:  ## remove .venv, caches and build output
-	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+clean:  ## remove the environments, caches and build output
+	rm -rf $(VENV) $(LMCACHE_VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

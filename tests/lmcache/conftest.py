@@ -36,9 +36,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"))
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def no_sockets() -> Iterator[None]:
-    """No engine of this process is left answering after a test."""
+    """No engine of this process is left answering after a module."""
     yield
     mine = f"@hs_cache/lmcache/{os.getpid()}/"
     wait_until(lambda: mine not in Path("/proc/net/unix").read_text(), "all answers have been closed", timeout_s=5)
