@@ -174,7 +174,7 @@ class AttachedStore:
         """The engine calls this when it can tell which KV it has. Starts the answers; again is harmless."""
         with self._lock:
             self._check_open()
-            if self._answers is None:
+            if self._answers is None and self.cache.config.kv_source == "lmcache":
                 self._answers = answer_for(self._engine, service=self.cache.service, name=self._name)
 
     def store_hidden_states(

@@ -72,16 +72,20 @@ class _Backend:
 class EngineAnswers:
     """Answers its node's `KVActor` which chunks an ``LMCacheEngine`` has, and tells it every second where to ask.
 
-    One daemon thread listens, one keeps telling, and one serves each connection. A rank that keeps no KV, since LMCache's
-    ``save_only_first_rank`` leaves that to the first, has no say and does nothing.
+    One daemon thread listens, one keeps telling, and one serves each connection. A rank that keeps no KV, since
+    LMCache's ``save_only_first_rank`` leaves that to the first, has no say and does nothing.
 
     Args:
         engine: it may get its storage manager later; until then everything is unknown.
         tell: makes it known.
         name: what the engine is called, the same for all its ranks; see `engine_name`.
+
+    Attributes:
+        attempts_total: how often it made itself known, or tried.
     """
 
     def __init__(self, engine: Any, tell: Told, *, name: str | None = None) -> None:
+        self.attempts_total = 0
         self._lookup = Lookup(engine)
         self._tell = tell
         self._name = engine_name(engine) if name is None else name
@@ -137,6 +141,7 @@ class EngineAnswers:
                         trouble,
                         error,
                     )
+            self.attempts_total += 1
             if self._closed.wait(_HEARTBEAT_S):
                 return
 

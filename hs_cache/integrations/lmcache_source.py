@@ -1,6 +1,7 @@
 """The KV actor's side of ``kv_source: lmcache``: asks its node's LMCache engines. Needs neither LMCache nor torch."""
 
 import logging
+import selectors
 import socket
 import time
 from collections.abc import Sequence
@@ -27,6 +28,9 @@ logger = logging.getLogger(__name__)
 _MAX_RANKS = 256
 _SHARE_OF_TIME = 0.8
 """What each side lets the next one have; the rest is for the answer's way back."""
+
+_REST_S = 0.05
+"""For an answer of which a part is there when time is up."""
 
 _QUIET_S = 1.0
 """How long an engine is left alone after it kept a question waiting for nothing: the KV actor has one thread."""
@@ -117,12 +121,10 @@ class LMCacheSource:
         """What each engine says; all are asked before the first is waited for."""
         encoded = question.encoded()
         ranks = [one for ranks in self._engines.values() for one in ranks.values()]
-        waiting = [one for one in ranks if one.ask(encoded, deadline)]
+        answers = _answers([one for one in ranks if one.ask(encoded, deadline)], count, deadline)
         by_engine: dict[str, list[bytes]] = {}
         for one in ranks:
-            answer = one.answer(count, deadline) if one in waiting else None
-            by_engine.setdefault(one.engine, []).append(answer or bytes([Presence.UNKNOWN]) * count)
-        for one in ranks:
+            by_engine.setdefault(one.engine, []).append(answers.get(one) or bytes([Presence.UNKNOWN]) * count)
             if one.gone:
                 self._forget(one)
         return [_of_all_ranks(answers, count) for answers in by_engine.values()]
@@ -135,6 +137,23 @@ class LMCacheSource:
         self._lost += 1
         self._settled_at = time.monotonic() + _SETTLING_S
         logger.warning("LMCache engine %r, rank %d, is gone: its KV is unknown", rank.engine, rank.rank)
+
+
+def _answers(waiting: list["_Rank"], count: int, deadline: float) -> "dict[_Rank, bytes | None]":
+    """Answers as they come: that of a quick engine counts also where a slow one takes all the time."""
+    answers: dict[_Rank, bytes | None] = {}
+    with selectors.DefaultSelector() as selector:
+        for one in waiting:
+            selector.register(one, selectors.EVENT_READ)
+        while selector.get_map() and (ready := selector.select(max(deadline - time.monotonic(), 0.0))):
+            for key, _ in ready:
+                one = key.fileobj  # type: ignore[assignment]
+                selector.unregister(one)
+                # What has begun to come is all on its way: an engine sends its answer in one piece.
+                answers[one] = one.answer(count, max(deadline, time.monotonic() + _REST_S))
+        for key in list(selector.get_map().values()):
+            key.fileobj.give_up()  # type: ignore[union-attr]
+    return answers
 
 
 def _of_all_ranks(answers: Sequence[bytes], count: int) -> bytes:
@@ -182,8 +201,17 @@ class _Rank:
             return False
         return True
 
+    def fileno(self) -> int:
+        """Of the connection, to wait for an answer."""
+        assert self._connection is not None
+        return self._connection.fileno()
+
+    def give_up(self) -> None:
+        """No answer came in time."""
+        self._fail(TimeoutError("no answer in time"))
+
     def answer(self, count: int, deadline: float) -> bytes | None:
-        """The answer to the question just sent; None when there is none in time."""
+        """The answer that has begun to come; None when that breaks off."""
         assert self._connection is not None
         try:
             return read_answer(self._connection, count, deadline)
