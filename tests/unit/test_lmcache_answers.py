@@ -170,9 +170,8 @@ def test_nothing_is_absent_before_all_engines_can_have_been_heard_of(
 
 
 def test_a_late_answer_is_unknown_and_is_not_taken_for_the_next_one(
-    source: LMCacheSource, answering: Answering, monkeypatch: pytest.MonkeyPatch
+    source: LMCacheSource, answering: Answering
 ) -> None:
-    monkeypatch.setattr(lmcache_source, "_QUIET_S", 0.2)
     slow = StandIn(0, 1, 2, 3, 4)
     answering(slow)
     answering(StandIn(0), "quick")
@@ -180,10 +179,10 @@ def test_a_late_answer_is_unknown_and_is_not_taken_for_the_next_one(
     slow.go_on.clear()
     slow.asked.clear()
     began = time.monotonic()
-    assert ask(source, timeout_s=0.2) == [P, U, U, U, U]
-    assert 0.1 < time.monotonic() - began < 1.0
+    assert ask(source, timeout_s=1.0) == [P, U, U, U, U]
+    assert 0.5 < time.monotonic() - began < 3.0
     slow.asked.clear()
-    assert ask(source, timeout_s=0.2) == [P, U, U, U, U]
+    assert ask(source, timeout_s=1.0) == [P, U, U, U, U]
     assert not slow.asked.is_set()  # it is left alone for a moment
     slow.chunks = {0}
     slow.go_on.set()
