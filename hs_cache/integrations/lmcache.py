@@ -23,6 +23,7 @@ from hs_cache.config import CacheConfig
 from hs_cache.errors import CacheClosedError, ConfigMismatchError, InvalidInputError
 from hs_cache.integrations.lmcache_engine import EngineAnswers
 from hs_cache.keys import KEY_BYTES, TokenIds, normalise_token_ids
+from hs_cache.launch import join
 from hs_cache.lmcache_names import LMCacheNaming, name_of
 from hs_cache.planning import check_key
 from hs_cache.router import KV, find_actor, require_ray
@@ -109,7 +110,8 @@ def attach(
 def answer_for(engine: Any, *, service: str = "default", name: str | None = None) -> EngineAnswers:
     """Answer which KV chunks `engine` has, for a service with ``kv_source: lmcache``, and nothing else.
 
-    For an engine whose hidden states are stored by clients of their own; `attach` does this by itself.
+    For an engine whose hidden states are stored by clients of their own; `attach` does this by itself. Joins the Ray
+    cluster if this process hasn't, and blocks for that.
 
     Args:
         engine: an ``LMCacheEngine``.
@@ -119,6 +121,8 @@ def answer_for(engine: Any, *, service: str = "default", name: str | None = None
     Returns:
         Something to close.
     """
+    if not ray.is_initialized():
+        join()
     return EngineAnswers(engine, partial(_tell, _KVActorHandle(service)), name=name)
 
 

@@ -31,11 +31,11 @@ _SEEDS = (None, "0", "42", "4294967295")
 def vectors() -> list[dict[str, Any]]:
     """Every case with every algorithm and seed, and LMCache's hashes of it. Needs lmcache and cbor2."""
     return [
-        {"algorithm": algorithm, "seed": seed, "siphash": sys.hash_info.algorithm, **case, "hashes": hashes}
+        {"algorithm": algorithm, "seed": seed, "siphash": sys.hash_info.algorithm, **case, "hashes": found}
         for algorithm in ("builtin", "sha256_cbor")
         for seed in _SEEDS
         for case in _CASES
-        for hashes in [_hashes(algorithm, seed, **case)]
+        for found in [hashes(algorithm, seed, **case)]
     ]
 
 
@@ -46,7 +46,8 @@ def sha256_cbor(value: Any) -> bytes:
     return hashlib.sha256(cbor2.dumps(value, canonical=True)).digest()
 
 
-def _hashes(algorithm: str, seed: str | None, tokens: list[int], chunk_size: int, items: Any = ()) -> list[int]:
+def hashes(algorithm: str, seed: str | None, tokens: list[int], chunk_size: int, items: Any = ()) -> list[int]:
+    """LMCache's hashes of a prompt with multimodal items ``(start, length, identifier)``."""
     import torch
     from lmcache.integration.vllm.utils import apply_mm_hashes_to_token_ids
     from lmcache.v1 import token_database
@@ -60,7 +61,7 @@ def _hashes(algorithm: str, seed: str | None, tokens: list[int], chunk_size: int
         token_database.NONE_HASH = token_database._normalize_hash_to_int(first)
     try:
         positions = [SimpleNamespace(offset=start, length=length) for start, length, _ in items]
-        ids = torch.tensor(tokens)
+        ids = torch.tensor(tokens, dtype=torch.int64)
         apply_mm_hashes_to_token_ids(ids, [identifier for _, _, identifier in items], positions)
         return [hashed for _, _, hashed in database.process_tokens(tokens=ids.tolist(), make_key=False)]
     finally:

@@ -145,6 +145,17 @@ def test_disabled_stays_disabled(make_engine: MakeEngine, builtin: str) -> None:
     assert other.hidden_state_store is before
 
 
+def test_attached_anew_the_last_one_counts(make_engine: MakeEngine, builtin: str) -> None:
+    engine = make_engine()
+    first: Any = attach(engine, service=builtin, cache_salt="first")
+    second: Any = attach(engine, service=builtin, cache_salt="second")
+    assert engine.hidden_state_store is second
+    assert first.store_hidden_states(PROMPT, ROWS) == 5  # as any store that was replaced
+    assert second.store_hidden_states(PROMPT, ROWS) == 0
+    put_kv(engine, PROMPT)
+    wait_until(lambda: first.retrieve_hidden_states(PROMPT) is not None, "the engine answers")
+
+
 def test_a_client_and_arguments_for_one_are_too_much(make_engine: MakeEngine, builtin: str) -> None:
     cache: Any = hs_cache.connect(service=builtin)
     with pytest.raises(InvalidInputError, match="cache: got a client together with tags, cache_salt"):

@@ -244,6 +244,11 @@ def test_light_modules_load_no_torch_even_indirectly() -> None:
     assert not {"torch", "ray"} & loaded_after(["hs_cache", *modules])
 
 
+def test_a_kv_actor_loads_no_torch_and_no_lmcache_for_its_source() -> None:
+    module = "hs_cache.integrations.lmcache_source"
+    assert not {"torch", "ray", "lmcache"} & loaded_after([module], blocked=("torch", "ray", "lmcache"))
+
+
 def test_ray_free_modules_load_where_ray_is_not_installed() -> None:
     modules = [f"hs_cache.{name}" for name in ORDER if name not in MAY_IMPORT_RAY and has_module(f"hs_cache.{name}")]
     assert "ray" not in loaded_after(["hs_cache", *modules], blocked=("ray",))
