@@ -144,15 +144,17 @@ def _answers(waiting: list["_Rank"], count: int, deadline: float) -> "dict[_Rank
     answers: dict[_Rank, bytes | None] = {}
     with selectors.DefaultSelector() as selector:
         for one in waiting:
-            selector.register(one, selectors.EVENT_READ)
+            selector.register(one.fileno(), selectors.EVENT_READ, one)
         while selector.get_map() and (ready := selector.select(max(deadline - time.monotonic(), 0.0))):
             for key, _ in ready:
-                one = key.fileobj  # type: ignore[assignment]
-                selector.unregister(one)
                 # What has begun to come is all on its way: an engine sends its answer in one piece.
-                answers[one] = one.answer(count, max(deadline, time.monotonic() + _REST_S))
-        for key in list(selector.get_map().values()):
-            key.fileobj.give_up()  # type: ignore[union-attr]
+                until = max(deadline, time.monotonic() + _REST_S)
+                rank: _Rank = key.data
+                if rank.greeted(until):
+                    selector.unregister(key.fd)
+                    answers[rank] = rank.answer(count, until)
+        for key in selector.get_map().values():
+            key.data.give_up()
     return answers
 
 
@@ -181,6 +183,7 @@ class _Rank:
         self.gone = False
         self._token = token
         self._connection: socket.socket | None = None
+        self._greeted = False
         self._quiet_until = 0.0
 
     def close(self) -> None:
@@ -189,12 +192,15 @@ class _Rank:
             self._connection = None
 
     def ask(self, question: bytes, deadline: float) -> bool:
-        """Send a question; whether there will be an answer."""
+        """Send a question; whether an answer may come. Waits for nothing but room in the socket."""
         if time.monotonic() < self._quiet_until:
             return False
         try:
             if self._connection is None:
-                self._connection = self._connected(deadline)
+                self._connection = self._connected()
+                # An engine that hangs would keep a greeting waiting, and with it the questions to others.
+                question = HELLO + self._token + question
+                self._greeted = False
             send(self._connection, question, deadline)
         except (WireError, OSError) as error:
             self._fail(error)
@@ -210,24 +216,38 @@ class _Rank:
         """No answer came in time."""
         self._fail(TimeoutError("no answer in time"))
 
+    def greeted(self, deadline: float) -> bool:
+        """Take in what has come; whether that is not only a greeting."""
+        if self._greeted:
+            return True
+        assert self._connection is not None
+        try:
+            if receive(self._connection, len(HELLO), deadline) != HELLO:
+                raise WireError("it speaks another version")
+            self._greeted = True
+        except (WireError, OSError) as error:
+            self._fail(error)
+            return True
+        return False
+
     def answer(self, count: int, deadline: float) -> bytes | None:
         """The answer that has begun to come; None when that breaks off."""
-        assert self._connection is not None
+        if self._connection is None:
+            return None
         try:
             return read_answer(self._connection, count, deadline)
         except (WireError, OSError) as error:
             self._fail(error)
             return None
 
-    def _connected(self, deadline: float) -> socket.socket:
+    def _connected(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            connection.settimeout(max(deadline - time.monotonic(), 0.001))
-            connection.connect("\0" + self.address)
+            connection.setblocking(False)
+            connection.connect(
+                "\0" + self.address
+            )  # refused, accepted or, where too many wait already, put off: at once
             require_same_user(connection)
-            send(connection, HELLO + self._token, deadline)
-            if receive(connection, len(HELLO), deadline) != HELLO:
-                raise WireError("it speaks another version")
         except BaseException:
             connection.close()
             raise

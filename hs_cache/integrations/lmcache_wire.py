@@ -8,7 +8,7 @@ Numbers are big-endian. No length is taken on trust::
 
     asking side   "hsLM" ‖ version (1 byte) ‖ token (16 bytes)
     engine        "hsLM" ‖ version (1 byte)                        or the connection is closed
-    then, as often as it likes:
+    as often as it likes, without waiting for that greeting:
     asking side   u32 nbytes of what follows ‖ u32 milliseconds that it waits ‖ u16 number of tags
                   ‖ per tag: u16 nbytes ‖ name ‖ u16 nbytes ‖ value        (UTF-8)
                   ‖ 16 bytes per chunk: its name

@@ -190,6 +190,19 @@ def test_a_late_answer_is_unknown_and_is_not_taken_for_the_next_one(
     assert source.stats().gaps_total == 0
 
 
+def test_an_engine_that_never_greets_costs_the_others_nothing(source: LMCacheSource, answering: Answering) -> None:
+    with socket.socket(socket.AF_UNIX) as silent:
+        address = f"hs_cache/test/{os.getpid()}"
+        silent.bind("\0" + address)
+        silent.listen(1)
+        source.register_engine("a silent one", 0, address, b"t" * 16)
+        answering(StandIn(0, 1))
+        assert ask(source, timeout_s=1.0) == [P, P, U, U, U]
+        wait_until(lambda: source._engines["a silent one"][0]._quiet_until < time.monotonic(), "it is asked again")
+        assert ask(source, timeout_s=1.0) == [P, P, U, U, U]
+    wait_until(lambda: ask(source, timeout_s=1.0) == [P, P, A, U, U], "the silent one is gone")
+
+
 def test_an_engine_takes_no_more_connections_than_it_can_serve(source: LMCacheSource, answering: Answering) -> None:
     engine = StandIn(0)
     answers = answering(engine)
