@@ -48,6 +48,7 @@ _SHOWN_CHARS = 100  # of a wrong value, in an error message
 _MAX_GIB = 2**20  # a finite bound keeps the size in bytes, and deadlines below, inside what C integers can carry
 _DAY_S = 86_400
 _INT32_MAX = 2**31 - 1
+_MAX_PORT = 65_535
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 
 # Every key of an LMCache engine configuration, deprecated names included: `_CONFIG_DEFINITIONS`, `_CONFIG_ALIASES` and
@@ -117,6 +118,61 @@ class NodeRequirements(BaseModel):
         return self
 
 
+class KVEventsSource(BaseModel):
+    """A vLLM engine on the cache's own node that publishes KV events (vLLM's ``--kv-events-config``).
+
+    Attributes:
+        endpoint: Where to connect for events, e.g. ``tcp://127.0.0.1:5557`` for vLLM's ``tcp://*:5557``.
+        replay_endpoint: Likewise for its ``replay_endpoint``; without it what is missed once stays unknown.
+        topic: The engine's topic. "" takes the first that comes.
+        model: What clients of this engine give as ``model`` at connect; others are never answered by it.
+        dp_ranks: Its data-parallel ranks; rank r publishes on ports that are higher by r.
+        block_size: Its tokens per KV block; ``chunk_size`` must be a multiple of it.
+        extra_keys: What its events tell apart prompts by, besides tokens. ``auto``: what can be seen in them.
+            ``offsets``: items come with their offsets, so a bare text in the first block is a salt. ``none``: the
+            engine has neither salts nor multimodal prompts, and its events don't tell.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    endpoint: Annotated[str, Field(strict=True)]
+    replay_endpoint: Annotated[str, Field(strict=True)] | None = None
+    topic: Annotated[str, Field(strict=True)] = ""
+    model: Annotated[str, Field(strict=True)] = ""
+    dp_ranks: Annotated[_Int, Field(ge=1, le=1024)] = 1
+    block_size: Annotated[_Int, Field(ge=1, le=_INT32_MAX)] = 16
+    extra_keys: Literal["auto", "offsets", "none"] = "auto"
+
+    @model_validator(mode="after")
+    def _can_connect(self) -> KVEventsSource:
+        for endpoint in (self.endpoint, self.replay_endpoint):
+            if endpoint is not None:
+                _check_endpoint(endpoint, self.dp_ranks)
+        return self
+
+    def endpoints(self, rank: int) -> tuple[str, str | None]:
+        """Where data-parallel rank `rank` publishes, and where it answers for replay."""
+        replay = self.replay_endpoint
+        return _of_rank(self.endpoint, rank), None if replay is None else _of_rank(replay, rank)
+
+
+def _check_endpoint(endpoint: str, ranks: int) -> None:
+    scheme, _, rest = endpoint.partition("://")
+    host, _, port = rest.rpartition(":")
+    if scheme == "tcp" and host and "*" not in host and port.isascii() and port.isdigit():
+        if 0 < int(port) <= _MAX_PORT + 1 - ranks:
+            return
+    elif scheme == "ipc" and rest and ranks == 1:
+        return
+    raise ValueError(f"{endpoint!r} can't be connected to: expected tcp://HOST:PORT, or ipc://PATH for a single rank")
+
+
+def _of_rank(endpoint: str, rank: int) -> str:
+    # As `offset_endpoint_port` of vllm/distributed/kv_events.py (vLLM, Apache-2.0) does it.
+    head, _, port = endpoint.rpartition(":")
+    return f"{head}:{int(port) + rank}" if rank else endpoint
+
+
 class CacheConfig(BaseModel):
     """Settings of one cache service; immutable, comparable and picklable.
 
@@ -161,6 +217,12 @@ class CacheConfig(BaseModel):
     max_leased_fraction: _Float = Field(0.5, gt=0, le=1, description="a number greater than 0 and at most 1")
     kv_index_capacity: _Int = Field(
         262_144, gt=0, le=_INT32_MAX, description=f"a whole number of chunks per node from 1 to {_INT32_MAX}"
+    )
+    kv_events: tuple[KVEventsSource, ...] = Field(
+        (),
+        validate_default=True,
+        description="a list of mappings with endpoint, and where they differ from the defaults replay_endpoint, topic, "
+        "model, dp_ranks, block_size and extra_keys",
     )
 
     def __init__(self, origins: Mapping[str, str] | None = None, /, **values: Any) -> None:
@@ -226,6 +288,28 @@ class CacheConfig(BaseModel):
     def _selector_from_text(cls, value: object) -> object:
         if isinstance(value, str) and value.lstrip().startswith("{"):
             return _parse_yaml(value)
+        return value
+
+    @field_validator("kv_events", mode="before")
+    @classmethod
+    def _events_from_text(cls, value: object) -> object:
+        if isinstance(value, str):
+            value = _parse_yaml(value)
+        return () if value is None else value
+
+    @field_validator("kv_events", mode="after")
+    @classmethod
+    def _events_of_one_kind_per_model(
+        cls, value: tuple[KVEventsSource, ...], info: ValidationInfo
+    ) -> tuple[KVEventsSource, ...]:
+        if not value and info.data.get("kv_source") == "vllm_events":
+            raise ValueError("kv_source vllm_events needs at least one engine to listen to")
+        endpoints = [source.endpoints(rank)[0] for source in value for rank in range(source.dp_ranks)]
+        if len(set(endpoints)) < len(endpoints):
+            raise ValueError("two of them listen to the same endpoint")
+        sizes = {(source.model, source.block_size) for source in value}
+        if len(sizes) > len({model for model, _ in sizes}):
+            raise ValueError("engines of one model need the same block_size, as it is part of how chunks are named")
         return value
 
     @property
@@ -400,7 +484,7 @@ def _complaints(error: ValidationError, values: Mapping[str, Any], origins: Mapp
         own = str(detail["ctx"]["error"]) if detail["type"] == "value_error" else ""
         reasons[name] = reasons.get(name) or own
     return [
-        f"{name}: got {_shown(values[name])}"
+        f"{name}: got {_shown(values.get(name))}"
         + (f" from {origins[name]}" if name in origins else "")
         + f", expected {CacheConfig.model_fields[name].description}"
         + (f": {reason}" if reason else "")

@@ -82,6 +82,32 @@ WRONG = [
     ("max_leased_fraction", True),
     ("kv_index_capacity", 0),
     ("kv_index_capacity", 2.5),
+    ("kv_events", 1),
+    ("kv_events", ["tcp://127.0.0.1:5557"]),
+    ("kv_events", {"endpoint": "tcp://127.0.0.1:5557"}),
+    ("kv_events", [{}]),
+    ("kv_events", [{"endpoint": ""}]),
+    ("kv_events", [{"endpoint": 5557}]),
+    ("kv_events", [{"endpoint": "tcp://*:5557"}]),
+    ("kv_events", [{"endpoint": "tcp://127.0.0.1"}]),
+    ("kv_events", [{"endpoint": "tcp://127.0.0.1:0"}]),
+    ("kv_events", [{"endpoint": "tcp://127.0.0.1:65536"}]),
+    ("kv_events", [{"endpoint": "udp://127.0.0.1:5557"}]),
+    ("kv_events", [{"endpoint": "inproc://events"}]),
+    ("kv_events", [{"endpoint": "ipc://"}]),
+    ("kv_events", [{"endpoint": "ipc:///tmp/events", "dp_ranks": 2}]),
+    ("kv_events", [{"endpoint": "tcp://127.0.0.1:65535", "dp_ranks": 2}]),
+    ("kv_events", [{"endpoint": "tcp://h:1", "replay_endpoint": "h:2"}]),
+    ("kv_events", [{"endpoint": "tcp://h:1", "replay": "tcp://h:2"}]),
+    ("kv_events", [{"endpoint": "tcp://h:1", "topic": 1}]),
+    ("kv_events", [{"endpoint": "tcp://h:1", "model": None}]),
+    ("kv_events", [{"endpoint": "tcp://h:1", "dp_ranks": 0}]),
+    ("kv_events", [{"endpoint": "tcp://h:1", "dp_ranks": True}]),
+    ("kv_events", [{"endpoint": "tcp://h:1", "block_size": 0}]),
+    ("kv_events", [{"endpoint": "tcp://h:1", "extra_keys": "some"}]),
+    ("kv_events", [{"endpoint": "tcp://h:1"}, {"endpoint": "tcp://h:1"}]),
+    ("kv_events", [{"endpoint": "tcp://h:1", "dp_ranks": 3}, {"endpoint": "tcp://h:3"}]),
+    ("kv_events", [{"endpoint": "tcp://h:1", "block_size": 8}, {"endpoint": "tcp://h:2"}]),
 ]
 
 
@@ -110,6 +136,7 @@ def test_defaults() -> None:
         "rpc_timeout_s": 2.0,
         "max_leased_fraction": 0.5,
         "kv_index_capacity": 262_144,
+        "kv_events": (),
     }
 
 
@@ -184,6 +211,47 @@ def test_a_hash_of_lmcaches_that_cannot_be_computed_is_wrong_only_where_it_matte
 @pytest.mark.parametrize(("given", "seed"), [(0, "0"), ("0", "0"), ("null", None), (None, None), ("random", "random")])
 def test_a_seed_is_text(given: Any, seed: str | None) -> None:
     assert load({"kv_hash_seed": given}).kv_hash_seed == seed
+
+
+KV_EVENTS = """
+- {endpoint: "tcp://127.0.0.1:5557", replay_endpoint: "tcp://127.0.0.1:5657", model: a, dp_ranks: 2}
+- endpoint: tcp://[::1]:6000
+  topic: kv
+  block_size: 32
+- {endpoint: "ipc:///tmp/events", extra_keys: none, model: a}
+"""
+
+
+def test_engines_to_listen_to_come_from_yaml_or_from_text(tmp_path: Path) -> None:
+    indented = "\n".join("  " + line for line in KV_EVENTS.splitlines())
+    in_file = load(write(tmp_path, f"kv_source: vllm_events\nkv_events:\n{indented}\n"))
+    config = load(HS_CACHE_KV_SOURCE="vllm_events", HS_CACHE_KV_EVENTS=KV_EVENTS)
+    assert config.kv_events == in_file.kv_events
+    one, two, three = config.kv_events
+    assert one.endpoints(0) == ("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5657")
+    assert one.endpoints(1) == ("tcp://127.0.0.1:5558", "tcp://127.0.0.1:5658")
+    assert two.endpoints(0) == ("tcp://[::1]:6000", None)
+    assert (one.block_size, one.topic, one.extra_keys) == (16, "", "auto")
+    assert (two.block_size, two.topic, two.model) == (32, "kv", "")
+    assert three.extra_keys == "none"
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert load({"kv_events": None}).kv_events == ()
+
+
+def test_the_example_of_the_documentation_loads(tmp_path: Path) -> None:
+    text = Path(__file__).parents[2].joinpath("docs/kv_events.md").read_text(encoding="utf-8")
+    (source,) = load(write(tmp_path, text.split("```yaml\n")[1].split("```")[0])).kv_events
+    assert (source.model, source.dp_ranks, source.endpoints(1)[1]) == ("thinker", 2, "tcp://127.0.0.1:5658")
+    (variable,) = load(HS_CACHE_KV_EVENTS=text.split("HS_CACHE_KV_EVENTS='")[1].split("'")[0]).kv_events
+    assert variable.endpoint == source.endpoint
+
+
+def test_listening_needs_engines_to_listen_to() -> None:
+    for values in ({"kv_source": "vllm_events"}, {"kv_source": "vllm_events", "kv_events": []}):
+        with pytest.raises(ConfigError, match=r"kv_events: .* vllm_events needs at least one engine to listen to"):
+            load(values)
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        load(HS_CACHE_KV_EVENTS="[")
 
 
 def test_long_values_are_shortened_in_messages() -> None:
