@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 from pathlib import Path
 
 from hs_cache.errors import InvalidInputError
@@ -9,6 +10,7 @@ from hs_cache.errors import InvalidInputError
 _CONFIG = "adapter_config.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt")
 _READ_BYTES = 1 << 20
+_IDENTITY = re.compile(r"(.*)@sha256:[0-9a-f]{64}", re.DOTALL)
 
 
 def lora_identity(name: str, path: str | os.PathLike[str]) -> str:
@@ -49,6 +51,12 @@ def lora_identity(name: str, path: str | os.PathLike[str]) -> str:
             raise
         raise InvalidInputError(f"path: got {str(path)!r}, expected a directory that can be read: {error}") from error
     return f"{name}@sha256:{digest.hexdigest()}"
+
+
+def adapter_name(lora_id: str) -> str:
+    """The adapter's name in a ``lora_id``, which may be a `lora_identity`: what an engine knows it by."""
+    identity = _IDENTITY.fullmatch(lora_id)
+    return identity[1] if identity else lora_id
 
 
 def _digest(file: Path) -> bytes:

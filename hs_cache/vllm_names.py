@@ -36,6 +36,7 @@ import numpy.typing as npt
 
 from hs_cache.config import CacheConfig
 from hs_cache.keys import KEY_BYTES, KeySpace, MMSpan
+from hs_cache.lora import adapter_name
 
 HEAD_BYTES = 12
 """Of a name, how much doesn't depend on where in a block an item begins."""
@@ -54,13 +55,14 @@ class VLLMNaming:
     """The KV names of one client's prompts.
 
     Args:
-        space: the client's; its ``lora_id`` is compared with the engine's LoRA name, its ``cache_salt`` with the
-        request's. block_size: tokens per block of the engine.
+        space: the client's; the adapter's name in its ``lora_id`` is compared with the engine's LoRA name, its
+            ``cache_salt`` with the request's.
+        block_size: tokens per block of the engine.
     """
 
     def __init__(self, space: KeySpace, block_size: int = DEFAULT_BLOCK_SIZE) -> None:
         self._block_size = block_size
-        self._first = first_name(space.model, space.lora_id, space.cache_salt, block_size)
+        self._first = first_name(space.model, adapter_name(space.lora_id), space.cache_salt, block_size)
 
     def names(self, known: bytes, tokens: npt.NDArray[np.int64], mm_spans: Sequence[MMSpan], chunk_size: int) -> bytes:
         """16 bytes per chunk of `tokens`, which follow the chunks that are named by `known`.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hs_cache.errors import InvalidInputError
-from hs_cache.lora import lora_identity
+from hs_cache.lora import adapter_name, lora_identity
 
 
 def make_adapter(path: Path, **files: bytes) -> Path:
@@ -113,3 +113,9 @@ def test_weights_that_may_not_be_read_are_refused(tmp_path: Path) -> None:
     adapter.joinpath("adapter_model.safetensors").chmod(0)
     with pytest.raises(InvalidInputError, match="Permission denied"):
         lora_identity("poet", adapter)
+
+
+@pytest.mark.parametrize("name", ["poet", "", "a@sha256:b", "two\nlines"])
+def test_an_engine_knows_the_adapter_by_its_name(tmp_path: Path, name: str) -> None:
+    assert adapter_name(lora_identity(name, make_adapter(tmp_path / "a"))) == name
+    assert adapter_name(name) == name

@@ -84,6 +84,11 @@ def test_each_fact_makes_another_name_from_its_chunk_on(change: dict[str, Any], 
     assert [one == other for one, other in zip(before, after, strict=True)] == [i < from_chunk for i in range(3)]
 
 
+def test_an_adapter_goes_by_its_name() -> None:
+    identity = "poet@sha256:" + "0" * 64
+    assert names(lora_id=identity) == names(lora_id="poet") != names(lora_id="other")
+
+
 def test_lora_and_salt_are_not_mixed_up() -> None:
     assert names(lora_id="x") != names(cache_salt="x")
 
