@@ -19,7 +19,7 @@ SHELL := /bin/bash
 
 .PHONY: help
 help:  ## show this list
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r name text; do printf '  %-12s%s\n' "$$name" "$$text"; done
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r name text; do printf '  %-14s%s\n' "$$name" "$$text"; done
 
 # An environment that exists already is completed, never replaced. torch goes first and by itself, so that it is the build
 # that constraints.txt and pip's configuration choose, not one that another package's requirements pull in.
