@@ -123,7 +123,14 @@ class KeySpace:
 class KVNaming(Protocol):
     """How a KV source names chunks which doesn't know our keys; see `hs_cache.kv_names`. Stateless."""
 
-    def names(self, known: bytes, tokens: npt.NDArray[np.int64], mm_spans: Sequence[MMSpan], chunk_size: int) -> bytes:
+    def names(
+        self,
+        known: bytes,
+        tokens: npt.NDArray[np.int64],
+        mm_spans: Sequence[MMSpan],
+        chunk_size: int,
+        given: list[int] | None = None,
+    ) -> bytes:
         """16 bytes per chunk of `tokens`, which begin behind the chunks that have the names `known`.
 
         Args:
@@ -131,6 +138,8 @@ class KVNaming(Protocol):
             tokens: little-endian, in whole chunks, of which the last may be short.
             mm_spans: of the whole prompt, checked, by their start.
             chunk_size: tokens per chunk.
+            given: a list that begins with the same tokens, where there is one: making ints of an array takes longer
+                than some hashes do.
         """
         ...
 
@@ -296,7 +305,8 @@ class TokenDatabase:
                 is empty or overlaps another; ``extra_keys`` has not one entry per chunk, or entries of other types.
         """
         nothing = ChunkKeys(b"", 0, self.space.chunk_size)
-        return self._keys(nothing, normalise_token_ids(token_ids), mm_spans, extra_keys)
+        given = token_ids if isinstance(token_ids, list) else None
+        return self._keys(nothing, normalise_token_ids(token_ids), mm_spans, extra_keys, given)
 
     def extend_keys(self, keys: ChunkKeys, more_ids: TokenIds, *, mm_spans: Iterable[MMSpan] = ()) -> ChunkKeys:
         """Compute the keys of a longer prefix, hashing only what is new.
@@ -314,7 +324,7 @@ class TokenDatabase:
                 f"keys: got {keys.num_tokens} tokens in chunks of {keys.chunk_size}, expected full chunks of "
                 f"{self.space.chunk_size}"
             )
-        return self._keys(keys, normalise_token_ids(more_ids), mm_spans, None)
+        return self._keys(keys, normalise_token_ids(more_ids), mm_spans, None, None)
 
     def _keys(
         self,
@@ -322,6 +332,7 @@ class TokenDatabase:
         ids: npt.NDArray[np.int64],
         mm_spans: Iterable[MMSpan],
         extra_keys: ExtraKeys | None,
+        given: list[int] | None,
     ) -> ChunkKeys:
         chunk_size = self.space.chunk_size
         num_tokens = len(ids) if self.save_unfull_chunk else len(ids) - len(ids) % chunk_size
@@ -335,7 +346,7 @@ class TokenDatabase:
         kv = None
         if self._kv_naming is not None:
             names = known.kv.blob if known.kv is not None else b""
-            names += self._kv_naming.names(names, ids, [span.given for span in spans], chunk_size)
+            names += self._kv_naming.names(names, ids, [span.given for span in spans], chunk_size, given)
             kv = KVNames(names, self._kv_tags)
         return ChunkKeys(blob, known.num_tokens + num_tokens, chunk_size, kv)
 

@@ -79,22 +79,33 @@ class LMCacheNaming:
         else:
             self._none_hash = _fold(hashlib.sha256(_cbor_text(seed)).digest())
 
-    def names(self, known: bytes, tokens: npt.NDArray[np.int64], mm_spans: Sequence[MMSpan], chunk_size: int) -> bytes:
+    def names(
+        self,
+        known: bytes,
+        tokens: npt.NDArray[np.int64],
+        mm_spans: Sequence[MMSpan],
+        chunk_size: int,
+        given: list[int] | None = None,
+    ) -> bytes:
         """See `hs_cache.keys.KVNaming.names`. An item's content hash counts as ``str(content_hash)``, as in LMCache."""
         if not len(tokens):
             return b""
-        tokens = _with_items(tokens, mm_spans, len(known) // KEY_BYTES * chunk_size)
+        hashed = _with_items(tokens, mm_spans, len(known) // KEY_BYTES * chunk_size)
         parent = chunk_hash(known[-KEY_BYTES:], signed=self.signed) if known else self._none_hash
-        chain = _builtin_chain if self.signed else _sha256_chain
-        return b"".join(map(name_of, chain(parent, tokens, chunk_size)))
+        if self.signed:
+            hashes = _builtin_chain(parent, hashed, chunk_size, given if hashed is tokens else None)
+        else:
+            hashes = _sha256_chain(parent, hashed, chunk_size)
+        return b"".join(map(name_of, hashes))
 
 
-def _builtin_chain(parent: int, tokens: npt.NDArray[np.int64], chunk_size: int) -> list[int]:
+def _builtin_chain(parent: int, tokens: npt.NDArray[np.int64], chunk_size: int, given: list[int] | None) -> list[int]:
     hashes, buffer = [], tokens.data
     for start in range(0, len(tokens), chunk_size):
-        count = min(chunk_size, len(tokens) - start)
-        # Straight to a tuple: a list in between costs a fifth of the whole.
-        parent = hash((parent, struct.unpack_from(f"<{count}q", buffer, start * 8), ()))
+        end = min(start + chunk_size, len(tokens))
+        # From an array straight to a tuple: a list in between costs a fifth of the whole.
+        ids = struct.unpack_from(f"<{end - start}q", buffer, start * 8) if given is None else tuple(given[start:end])
+        parent = hash((parent, ids, ()))
         hashes.append(parent)
     return hashes
 

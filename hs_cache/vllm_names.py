@@ -64,15 +64,15 @@ class VLLMNaming:
         self._block_size = block_size
         self._first = first_name(space.model, adapter_name(space.lora_id), space.cache_salt, block_size)
 
-    def names(self, known: bytes, tokens: npt.NDArray[np.int64], mm_spans: Sequence[MMSpan], chunk_size: int) -> bytes:
-        """16 bytes per chunk of `tokens`, which follow the chunks that are named by `known`.
-
-        Args:
-            known: names of the chunks before, b"" at the start of a prompt.
-            tokens: ``[n]`` little-endian int64. The last chunk may be short; no event names such a one.
-            mm_spans: of the whole prompt, checked and sorted.
-            chunk_size: tokens per chunk.
-        """
+    def names(
+        self,
+        known: bytes,
+        tokens: npt.NDArray[np.int64],
+        mm_spans: Sequence[MMSpan],
+        chunk_size: int,
+        given: list[int] | None = None,
+    ) -> bytes:
+        """See `hs_cache.keys.KVNaming.names`. No event names a short chunk."""
         name = known[-KEY_BYTES:] or self._first
         data, chunk_bytes = tokens.view(np.uint8).data, chunk_size * _TOKEN_BYTES
         position = len(known) // KEY_BYTES * chunk_size

@@ -27,7 +27,11 @@ INT64 = st.one_of(
 
 
 def names(naming: LMCacheNaming, tokens: Any, chunk_size: int = 4, known: bytes = b"", items: Any = ()) -> bytes:
-    return naming.names(known, np.asarray(tokens, dtype="<i8"), items, chunk_size)
+    ids = np.asarray(tokens, dtype="<i8")
+    found = naming.names(known, ids, items, chunk_size)
+    for listed in (ids.tolist(), list(ids), [*ids.tolist(), 1, 2]):
+        assert naming.names(known, ids, items, chunk_size, listed) == found
+    return found
 
 
 @pytest.mark.parametrize("vector", GOLDEN, ids=lambda v: f"{v['algorithm']}-{v['seed']}-{v['tokens'][0]}")

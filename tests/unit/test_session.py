@@ -540,7 +540,7 @@ def test_wrong_words_about_an_engine_are_refused(argument: str, value: Any, mess
 class Numbered:
     """Names chunks by their number in the prompt."""
 
-    def names(self, known: bytes, tokens: Any, mm_spans: Any, chunk_size: int) -> bytes:
+    def names(self, known: bytes, tokens: Any, mm_spans: Any, chunk_size: int, given: Any = None) -> bytes:
         first = len(known) // 16
         return b"".join((first + i).to_bytes(16, "big") for i in range(-(-len(tokens) // chunk_size)))
 
