@@ -524,7 +524,8 @@ def connect(
             `hs_cache.lora_identity` makes a ``lora_id`` that differs when an adapter's weights do.
         engine: which engine this client belongs to, any name, where a node has several: its stores and KV reports are
             that engine's, and what one evicts counts as absent only when no other has it.
-        kv_tags: with ``kv_source: lmcache``, the tags (``lmcache.tag.*``) under which the engine keeps the KV.
+        kv_tags: with ``kv_source: lmcache``, the tags (``lmcache.tag.*``) under which the engine keeps the KV. They
+            must match too: KV under one tag may go while that under another stays.
         strict: raise `ServiceError` where trouble with the service would count as a miss or a failed store.
 
     Returns:
@@ -537,8 +538,8 @@ def connect(
         ServiceError: the service can't be reached or started, or nobody can say which revision is current.
         PoolTooLargeError: a node has less memory than ``max_hidden_state_cpu_size``.
     """
-    space = _space(model, model_revision, lora_id, cache_salt, shard)
-    connected = _connect(config, service, Session(space, strict=strict, engine=engine, kv_tags=kv_tags))
+    space = _space(model, model_revision, lora_id, cache_salt, shard, kv_tags)
+    connected = _connect(config, service, Session(space, strict=strict, engine=engine))
     return HiddenStateCache(*connected) if connected else None
 
 
@@ -556,19 +557,22 @@ async def aconnect(
     strict: bool = False,
 ) -> AsyncHiddenStateCache | None:
     """See `connect`. Where Ray isn't initialised yet this happens on a thread, and Ray leaves SIGTERM alone then."""
-    space = _space(model, model_revision, lora_id, cache_salt, shard)
-    session = Session(space, strict=strict, engine=engine, kv_tags=kv_tags)
+    space = _space(model, model_revision, lora_id, cache_salt, shard, kv_tags)
+    session = Session(space, strict=strict, engine=engine)
     connected = await asyncio.to_thread(_connect, config, service, session)
     return AsyncHiddenStateCache(*connected) if connected else None
 
 
-def _space(model: str, model_revision: str, lora_id: str, cache_salt: str, shard: str) -> dict[str, str]:
+def _space(
+    model: str, model_revision: str, lora_id: str, cache_salt: str, shard: str, kv_tags: Mapping[str, str] | None
+) -> dict[str, Any]:
     return {
         "model": model,
         "model_revision": model_revision,
         "lora_id": lora_id,
         "cache_salt": cache_salt,
         "shard": shard,
+        "kv_tags": () if kv_tags is None else kv_tags,
     }
 
 

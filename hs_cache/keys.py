@@ -19,7 +19,7 @@ of the formula needs another ``_FORMAT``, and the golden vectors in the tests wi
 import hashlib
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import index
@@ -77,6 +77,7 @@ _INT_TENSOR_DTYPES = frozenset(f"torch.{sign}int{bits}" for sign in ("", "u") fo
 _EXPECTED = "expected a sequence of ints, a 1-D integer array or a 1-D integer tensor, all within int64"
 _NO_EXTRAS = bytes(8)
 _SPAN_FIELDS = 3
+_PAIR = 2
 # hashlib lets go of the GIL for 2048 bytes or more in one call. Hashing those takes about 2 µs, getting the GIL back
 # from a busy thread up to 5 ms: beside one, the keys of 32,768 tokens often took 60 to 120 ms instead of 0.3 ms.
 _HASH_STEP_BYTES = 2040
@@ -93,6 +94,8 @@ class KeySpace:
         cache_salt: Secret that keeps tenants apart. It is left out of ``repr`` and of every error message.
         shard: Part of the hidden dimension or of the layers that this process holds, "" when it is whole.
         chunk_size: Tokens per chunk, 1 to 2**63 - 1.
+        kv_tags: What a KV source keeps KV apart by besides, such as LMCache's request tags: names and values in order,
+            or a mapping. KV under other tags goes at other times, so rows with other tags are other rows.
         fingerprint: 16 bytes over all of the above, the start of every hash chain; computed, not given.
 
     Raises:
@@ -105,6 +108,7 @@ class KeySpace:
     cache_salt: str = field(default="", repr=False)
     shard: str = ""
     chunk_size: int = 256
+    kv_tags: tuple[tuple[str, str], ...] = ()
     fingerprint: bytes = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -117,6 +121,9 @@ class KeySpace:
         _check_int("chunk_size", self.chunk_size, least=1)
         object.__setattr__(self, "chunk_size", int(self.chunk_size))
         parts += (_str_item("chunk_size"), _int_item(self.chunk_size))
+        object.__setattr__(self, "kv_tags", _checked_tags(self.kv_tags))
+        for pair in self.kv_tags:
+            parts += (_str_item("kv_tags"), *map(_str_item, pair))
         object.__setattr__(self, "fingerprint", hashlib.sha256(b"".join(parts)).digest()[:KEY_BYTES])
 
 
@@ -262,7 +269,6 @@ class TokenDatabase:
         space: What else must match.
         save_unfull_chunk: Give a short last chunk a key too. Keys of full chunks don't depend on it.
         kv_naming: How the service's KV source names chunks; None where that is by their keys.
-        kv_tags: See `KVNames`.
     """
 
     def __init__(
@@ -271,7 +277,6 @@ class TokenDatabase:
         *,
         save_unfull_chunk: bool = False,
         kv_naming: KVNaming | None = None,
-        kv_tags: tuple[tuple[str, str], ...] = (),
     ) -> None:
         if not isinstance(space, KeySpace):
             raise InvalidInputError(f"space: got {type(space).__name__}, expected KeySpace")
@@ -280,13 +285,10 @@ class TokenDatabase:
         self.space = space
         self.save_unfull_chunk = save_unfull_chunk
         self._kv_naming = kv_naming
-        self._kv_tags = kv_tags
 
     def with_short_chunks(self, save_unfull_chunk: bool) -> "TokenDatabase":
         """The same, with or without keys for a short last chunk."""
-        return TokenDatabase(
-            self.space, save_unfull_chunk=save_unfull_chunk, kv_naming=self._kv_naming, kv_tags=self._kv_tags
-        )
+        return TokenDatabase(self.space, save_unfull_chunk=save_unfull_chunk, kv_naming=self._kv_naming)
 
     def chunk_keys(
         self, token_ids: TokenIds, *, mm_spans: Iterable[MMSpan] = (), extra_keys: ExtraKeys | None = None
@@ -347,7 +349,7 @@ class TokenDatabase:
         if self._kv_naming is not None:
             names = known.kv.blob if known.kv is not None else b""
             names += self._kv_naming.names(names, ids, [span.given for span in spans], chunk_size, given)
-            kv = KVNames(names, self._kv_tags)
+            kv = KVNames(names, self.space.kv_tags)
         return ChunkKeys(blob, known.num_tokens + num_tokens, chunk_size, kv)
 
 
@@ -504,6 +506,15 @@ def _add_extra_keys(extras: dict[int, bytearray], extra_keys: ExtraKeys, n_chunk
 
 def _is_plain_sequence(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
+
+
+def _checked_tags(tags: Any) -> tuple[tuple[str, str], ...]:
+    pairs = tuple(tags.items()) if isinstance(tags, Mapping) else tags
+    if not isinstance(pairs, tuple) or not all(
+        isinstance(pair, tuple) and len(pair) == _PAIR and all(isinstance(part, str) for part in pair) for pair in pairs
+    ):
+        raise InvalidInputError(f"kv_tags: got {tags!r:.60}, expected a mapping of str to str")
+    return pairs
 
 
 def _check_int(name: str, value: object, *, least: int) -> None:

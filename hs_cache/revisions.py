@@ -129,6 +129,7 @@ class NodeRevisions:
 
     def __init__(self, store: HiddenStateStore) -> None:
         self._store = store
+        self._taking = threading.Lock()  # held for as long as chunks are being dropped, while others go on
         self._lock = threading.Lock()
         self._revisions = Revisions()
         self._spaces: dict[bytes, ModelRevision] = {}  # of key spaces that may have chunks
@@ -163,19 +164,23 @@ class NodeRevisions:
         Returns:
             For each model, what its latest change has freed here, whoever told this node of it.
         """
-        with self._lock:
-            self._take(table)
+        with self._taking:
+            with self._lock:
+                retired = [(change.now, self._void(change)) for change in self._revisions.merge(table)]
+            for now, gone in retired:
+                self._retired[now.model] = Retired(now, self._store.drop_spaces(gone) if gone else Freed())
             return tuple(self._retired.values())
 
-    def _take(self, table: RevisionTable) -> None:
-        for change in self._revisions.merge(table):
-            now, before = change.now, change.before
-            # If changes in between were missed, what has this name may be from before all of them.
-            kept = now.name if before.number in (0, now.number - 1) else None
-            gone = {space for space, of in self._spaces.items() if of.model == now.model and of.name != kept}
-            self._retired[now.model] = Retired(now, self._store.retire(gone) if gone else Freed())
-            for space in gone:
-                del self._spaces[space]
+    def _void(self, change: RevisionChange) -> set[bytes]:
+        """The key spaces that end with a change; nothing becomes visible in them any more."""
+        now, before = change.now, change.before
+        # If changes in between were missed, what has this name may be from before all of them.
+        kept = now.name if before.number in (0, now.number - 1) else None
+        gone = {space for space, of in self._spaces.items() if of.model == now.model and of.name != kept}
+        self._store.void(gone)
+        for space in gone:
+            del self._spaces[space]
+        return gone
 
     @contextmanager
     def admitting(self, space: bytes, revision: ModelRevision | None) -> Iterator[None]:
@@ -191,7 +196,10 @@ class NodeRevisions:
             yield
             return
         with self._lock:
-            self._take((revision,))
+            is_news = revision.number > self._revisions.get(revision.model).number
+        if is_news:
+            self.take((revision,))
+        with self._lock:
             now = self._revisions.get(revision.model)
             if now.number and revision.name != now.name:
                 self._refused_total += 1

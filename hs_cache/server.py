@@ -256,7 +256,7 @@ class CacheServer:
         token_offset: int = 0,
         mm_spans: Sequence[MMSpan] = (),
         kv_local: bool = True,
-        **space: str,
+        **space: Any,
     ) -> int:
         """The drop-in store, by handle: rows are copied from the arguments. Returns the number of chunks newly stored.
 
@@ -300,7 +300,7 @@ class CacheServer:
             return self._commit(hold).stored
 
     def retrieve_hidden_states(
-        self, token_ids: Any, *, layer_idx: int = 0, mm_spans: Sequence[MMSpan] = (), **space: str
+        self, token_ids: Any, *, layer_idx: int = 0, mm_spans: Sequence[MMSpan] = (), **space: Any
     ) -> torch.Tensor | None:
         """The drop-in retrieve, by handle: a float32 copy ``[n, hidden_dim]``, None on a miss.
 
@@ -431,8 +431,8 @@ class CacheServer:
         finally:
             self._store.end(hold)
 
-    def _database(self, space: dict[str, str]) -> TokenDatabase:
-        known = ("model", "model_revision", "lora_id", "cache_salt", "shard")
+    def _database(self, space: dict[str, Any]) -> TokenDatabase:
+        known = ("model", "model_revision", "lora_id", "cache_salt", "shard", "kv_tags")
         for name in space:
             if name not in known:
                 raise InvalidInputError(f"{name}: unknown argument, expected one of {', '.join(known)}")

@@ -108,18 +108,14 @@ class Session:
             one, for good, from the first `attach` on: the weights of the client's engine don't change by themselves.
         strict: raise `ServiceError` instead of turning it into a miss or a failed store.
         engine: which of the node's engines this client belongs to.
-        kv_tags: see `hs_cache.keys.KVNames`.
     """
 
-    def __init__(
-        self, space: Mapping[str, str], *, strict: bool, engine: str = "", kv_tags: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, space: Mapping[str, Any], *, strict: bool, engine: str = "") -> None:
         if not isinstance(strict, bool):
             raise InvalidInputError(f"strict: got {strict!r}, expected True or False")
         if not isinstance(engine, str):
             raise InvalidInputError(f"engine: got {type(engine).__name__}, expected str")
         self._engine = engine
-        self._kv_tags = _checked_tags(kv_tags)
         self._sender = secrets.token_bytes(_SENDER_BYTES)
         self._reports: dict[int, int] = {}  # by thread: the number of its last KV report
         self._space_fields = dict(space)
@@ -156,14 +152,13 @@ class Session:
             "space": self._space_fields,
             "strict": self._strict,
             "engine": self._engine,
-            "kv_tags": dict(self._kv_tags),
             "revision": self._revision,
             "config": self._config,
             "closed": self._attachment.closed,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        Session.__init__(self, state["space"], strict=state["strict"], engine=state["engine"], kv_tags=state["kv_tags"])
+        Session.__init__(self, state["space"], strict=state["strict"], engine=state["engine"])
         self._revision = state["revision"]
         if state["config"] is not None:
             self._take_config(state["config"])
@@ -647,7 +642,6 @@ class Session:
                 space,
                 save_unfull_chunk=config.save_unfull_chunk,
                 kv_naming=kv_naming(config, space),
-                kv_tags=self._kv_tags,
             )
 
     def _key_space(self, chunk_size: int) -> KeySpace:
@@ -898,13 +892,6 @@ class Session:
             self._process.releaser.end(link.incarnation, releases)
             raise
         return reply
-
-
-def _checked_tags(tags: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
-    given = {} if tags is None else tags
-    if not isinstance(given, Mapping) or not all(isinstance(part, str) for pair in given.items() for part in pair):
-        raise InvalidInputError(f"kv_tags: got {given!r:.60}, expected a mapping of str to str")
-    return tuple(given.items())
 
 
 def _let_go(held: HeldPieces, end: Callable[[], None] | None) -> None:

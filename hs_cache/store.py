@@ -386,16 +386,18 @@ class HiddenStateStore:
             self._unlink(chunk, "" if chunk in self._keepers else EVICTED)
             return True
 
-    def retire(self, spaces: Set[bytes]) -> Freed:
-        """Drop every chunk of some key spaces, and let nothing become visible that has been reserved in them so far.
-
-        Whoever holds a chunk keeps its memory. That nothing more is reserved in these key spaces is the caller's to see
-        to. O(chunks), but others get their turn in between.
-        """
+    def void(self, spaces: Set[bytes]) -> None:
+        """Let nothing become visible that has been reserved in these key spaces so far."""
         with self._lock:
             for held in self._holds.values():
                 if isinstance(held, Reservation) and held.space in spaces:
                     held.retired = True
+
+    def drop_spaces(self, spaces: Set[bytes]) -> Freed:
+        """Drop every chunk of some key spaces, after `void`; that nothing more is reserved in them is the caller's to
+        see to. Whoever holds a chunk keeps its memory. O(chunks), but others get their turn in between.
+        """
+        with self._lock:
             chunks = self._table.of_spaces(spaces)
         freed = Freed()
         for first in range(0, len(chunks), _RETIRE_STEP):

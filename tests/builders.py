@@ -4,7 +4,7 @@ Sizes are chosen so that a pool can be thought of in *slots*: one slot holds one
 made by ``make_spec(layer_idx)``, and is one unit of the allocator's alignment.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from hs_cache.extents import ALIGNMENT
 from hs_cache.keys import KeySpace, TokenDatabase
 from hs_cache.kv_presence import Presence
-from hs_cache.messages import LayerSpec, Run
+from hs_cache.messages import Freed, LayerSpec, Run
 from hs_cache.store import Committed, Granted, HiddenStateStore, HoldId, Reserved
 
 CHUNK_SIZE = 4
@@ -71,6 +71,12 @@ def put(store: HiddenStateStore, prompt: str | Sequence[int], *specs: LayerSpec,
     hold = (b"put", 0)
     reserve(store, hold, prompt, *specs, first_chunk=first_chunk)
     return store.commit(hold)
+
+
+def retire(store: HiddenStateStore, spaces: Set[bytes]) -> Freed:
+    """End key spaces as a node does when a model has another revision."""
+    store.void(spaces)
+    return store.drop_spaces(spaces)
 
 
 def lease(

@@ -365,14 +365,13 @@ class DirectCache:
         strict: bool = False,
         clock: Clock | None = None,
         engine: str = "",
-        kv_tags: Mapping[str, str] | None = None,
         **space: Any,
     ) -> None:
         self.node = node
         self.clock = clock
         self.waits: list[float] = []
         self.pausing: Callable[[], None] = lambda: None
-        self.session = Session(space, strict=strict, engine=engine, kv_tags=kv_tags)
+        self.session = Session(space, strict=strict, engine=engine)
         self.faults: dict[int, Fault] = {}
         self.effects: list[str] = []
         self._node_id = "elsewhere" if far else node.name

@@ -129,10 +129,10 @@ def test_wrong_arguments_are_refused(arguments: tuple[Any, ...], message: str) -
 
 
 def test_a_service_that_asks_lmcache_has_clients_name_chunks_for_it() -> None:
-    space = KeySpace(model="m", chunk_size=4)
+    space = KeySpace(model="m", chunk_size=4, kv_tags=(("user", "u"),))
     assert kv_naming(CacheConfig(), space) is None
     config = CacheConfig(kv_source="lmcache", pre_caching_hash_algorithm="sha256_cbor", kv_hash_seed="3")
-    database = TokenDatabase(space, kv_naming=kv_naming(config, space), kv_tags=(("user", "u"),))
+    database = TokenDatabase(space, kv_naming=kv_naming(config, space))
     keys = database.extend_keys(database.chunk_keys(range(4)), range(4, 12))
     assert keys.kv is not None
     assert keys.kv.blob == names(LMCacheNaming("sha256_cbor", "3"), range(12))

@@ -525,16 +525,32 @@ def test_a_kv_report_that_was_lost_leaves_nothing_present(fault: Fault) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argument", "value", "message"),
+    ("space", "engine", "message"),
     [
-        ("engine", 3, "engine: got int, expected str"),
-        ("kv_tags", {"user": 3}, "kv_tags: got .* expected a mapping of str to str"),
-        ("kv_tags", "user", "kv_tags: got 'user', expected a mapping"),
+        ({}, 3, "engine: got int, expected str"),
+        ({"kv_tags": {"user": 3}}, "", "kv_tags: got .* expected a mapping of str to str"),
+        ({"kv_tags": "user"}, "", "kv_tags: got 'user', expected a mapping"),
+        ({"kv_tags": ["user"]}, "", "kv_tags: got .* expected a mapping"),
     ],
 )
-def test_wrong_words_about_an_engine_are_refused(argument: str, value: Any, message: str) -> None:
+def test_wrong_words_about_an_engine_are_refused(space: Any, engine: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
-        Session({}, strict=False, **{argument: value})
+        Session(space, strict=False, engine=engine)
+
+
+def test_what_has_kv_under_other_tags_is_another_chunk() -> None:
+    node = Node()
+    plain, one, two = DirectCache(node), *(DirectCache(node, kv_tags={"user": user}) for user in "ab")
+    for cache in (one, two):
+        cache.put(TOKENS)
+    two.report("report_evicted", TOKENS)
+    assert not two.retrieve(TOKENS)
+    assert not plain.retrieve(TOKENS)
+    assert one.retrieve(TOKENS).num_tokens == len(TOKENS)
+    assert pickle.loads(pickle.dumps(one.session)).key_space == one.session.key_space
+    back = node.server.retrieve_hidden_states(TOKENS, kv_tags={"user": "a"})
+    assert back is not None
+    assert node.server.retrieve_hidden_states(TOKENS, kv_tags={"user": "b"}) is None
 
 
 class Numbered:
@@ -563,10 +579,10 @@ def test_a_source_that_names_chunks_is_asked_by_names(monkeypatch: pytest.Monkey
     assert (cache.plan(TOKENS).kv_tokens, cache.plan(TOKENS[:4]).kv_tokens) == (4, 4)
     nodes[0].index.report_stored((1).to_bytes(16, "big"))
     nodes[0].controller.hear_all()
-    other = DirectCache(nodes[1])
+    other = DirectCache(nodes[1], kv_tags={"user": "a"})
     assert other.retrieve(TOKENS).num_tokens == 12, "the other node asks its own KV side by the names that came along"
     assert other.explain(TOKENS) == ["ok"] * 3
-    back = nodes[0].server.retrieve_hidden_states(TOKENS)
+    back = nodes[0].server.retrieve_hidden_states(TOKENS, kv_tags={"user": "a"})
     assert back is not None
     assert len(back) == 12
     nodes[0].index.report_evicted((1).to_bytes(16, "big"))

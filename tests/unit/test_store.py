@@ -26,6 +26,7 @@ from tests.builders import (
     make_tokens,
     put,
     reserve,
+    retire,
 )
 
 ABSENT, PRESENT, UNKNOWN = Presence.ABSENT, Presence.PRESENT, Presence.UNKNOWN
@@ -813,7 +814,7 @@ def test_retiring_a_key_space_drops_its_chunks_and_no_others_and_readers_go_on()
     store.changed.clear()
     store.take_changes()
     assert store.spaces() == {make_space().fingerprint, make_space(salt="another").fingerprint}
-    freed = store.retire({make_space().fingerprint, b"never heard of"})
+    freed = retire(store, {make_space().fingerprint, b"never heard of"})
     assert freed == Freed(chunks=3, nbytes=6 * SLOT_BYTES, held_bytes=4 * SLOT_BYTES)
     assert coverage(store, "abc") == "..."
     assert store.contains(make_keys("a", salt="another")[0], 0)
@@ -826,7 +827,7 @@ def test_retiring_a_key_space_drops_its_chunks_and_no_others_and_readers_go_on()
     store.release(OWNER, [2])
     assert (slots(store, "stranded"), slots(store, "free")) == (0, 15)
     assert store.spaces() == {make_space(salt="another").fingerprint}
-    assert store.retire({make_space().fingerprint}) == Freed()
+    assert retire(store, {make_space().fingerprint}) == Freed()
     assert put(store, "abc").stored == 3, "who names it again may use it again"
     store.check()
 
@@ -836,7 +837,7 @@ def test_what_was_reserved_before_its_key_space_was_retired_never_becomes_visibl
     put(store, "a")
     reserve(store, (OWNER, 1), "abc")
     reserve(store, (OWNER, 2), "xy", salt="another")
-    store.retire({make_space().fingerprint})
+    retire(store, {make_space().fingerprint})
     store.check()
     reserve(store, (OWNER, 3), "ab")
     assert store.commit((OWNER, 3)).stored == 2
@@ -875,7 +876,7 @@ def test_others_get_their_turn_while_a_key_space_is_retired(monkeypatch: pytest.
     put(store, "abcdefgh")
     keys = make_keys("abcdefgh")
     store._lock = Turns(lambda: store.drop(keys.pop()))  # type: ignore[assignment]
-    freed = store.retire({make_space().fingerprint})
+    freed = retire(store, {make_space().fingerprint})
     assert freed == Freed(4, 4 * SLOT_BYTES, 0)
     assert len(keys) == 3, "h before it began, then g, f and e, and d, which was gone"
     store.check()
@@ -886,7 +887,7 @@ def test_a_lease_of_a_key_space_that_is_retired_while_kv_is_being_asked_is_a_mis
     store = make_store(8)
     put(store, "ab")
     found = store.lease((OWNER, 1), make_keys("ab"), (0,))
-    store.retire({make_space().fingerprint})
+    retire(store, {make_space().fingerprint})
     assert store.settle((OWNER, 1), [PRESENT] * len(found.keys)) == NOTHING
     assert slots(store, "free") == 8
     store.check()

@@ -16,7 +16,17 @@ from hs_cache.errors import StaleIncarnationError, StaleRevisionError
 from hs_cache.kv_presence import Presence
 from hs_cache.messages import LayerSpec, Run, split_keys
 from hs_cache.store import HoldId
-from tests.builders import CHUNK_SIZE, SLOT_BYTES, PoolMemory, make_keys, make_space, make_spec, make_store, make_tokens
+from tests.builders import (
+    CHUNK_SIZE,
+    SLOT_BYTES,
+    PoolMemory,
+    make_keys,
+    make_space,
+    make_spec,
+    make_store,
+    make_tokens,
+    retire,
+)
 
 POOL_SLOTS = 12
 SPECS = (make_spec(0), make_spec(1, slots=2))
@@ -300,7 +310,7 @@ class StoreMachine(RuleBasedStateMachine):
     def retire(self, letters: str) -> None:
         spaces, before = {SPACES[letter] for letter in letters}, self.there()
         free = self.store.stats().free_bytes
-        freed = self.store.retire(spaces)
+        freed = retire(self.store, spaces)
         gone = {(key, layer) for key, layer in before if self.spaces[key] in spaces}
         assert self.there() == before - gone
         assert freed.chunks == len({key for key, _ in gone})
