@@ -20,15 +20,15 @@ from hs_cache.directory import Directory, Membership, Segment
 from hs_cache.errors import HiddenStateCacheError, ServiceError
 from hs_cache.messages import (
     ControllerStatistics,
-    KnownRevisions,
     LocationBatch,
     PublishReply,
     RevisionChange,
     RevisionTable,
     StartProgress,
 )
-from hs_cache.revisions import ServiceRevisions
+from hs_cache.revisions import Revisions
 from hs_cache.router import HIDDEN_STATES, KV, actors_of, find_actor, translated
+from hs_cache.weights import load_revisions, save_revisions
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class CacheController:
         self._lock = threading.Lock()
         self._membership = Membership()
         self._directory = Directory()
-        self._revisions = ServiceRevisions()
+        self._revisions = Revisions(load_revisions(service))
         self._heard: dict[str, float] = {}
         self._dead: frozenset[str] = frozenset()
         self._num_carriers = _NOT_ALONE
@@ -79,7 +79,7 @@ class CacheController:
     def publish(self, batch: LocationBatch) -> PublishReply:
         """Take in what a node says of its chunks; see `hs_cache.publishing`."""
         with self._lock:
-            revisions = self._revisions.take(batch.node_id, batch.revisions)
+            revisions = self._revisions.table()
             if batch.node_id in self._dead:  # cut off from the cluster, and about to end
                 return PublishReply(True, self._num_nodes(), revisions)
             self._heard[batch.node_id] = time.monotonic()
@@ -104,18 +104,20 @@ class CacheController:
         with self._lock:
             return self._directory.where(keys, without=without)
 
-    def revisions(self) -> RevisionTable | None:
-        """The current revisions; None while the nodes may know more. See `hs_cache.revisions.ServiceRevisions`."""
+    def revisions(self) -> RevisionTable:
+        """The current revisions."""
         with self._lock:
-            return self._revisions.current()
+            return self._revisions.table()
 
-    def change_revision(
-        self, model: str, revision: str | None, known: Sequence[KnownRevisions]
-    ) -> RevisionChange | None:
-        """Make a revision the current one; nodes learn it from whoever calls this, or with their next batch. None while
-        they may know more. See `hs_cache.revisions.ServiceRevisions`."""
+    def change_revision(self, model: str, revision: str | None) -> RevisionChange:
+        """Make a revision the current one; nodes learn it from whoever calls this, or with their next batch. See
+        `hs_cache.revisions.Revisions.change`."""
         with self._lock:
-            return self._revisions.change(model, revision, known)
+            revisions = Revisions(self._revisions.table())
+            change = revisions.change(model, revision)
+            save_revisions(self._service, revisions.table())  # before anyone hears of it
+            self._revisions = revisions
+            return change
 
     def stats(self) -> ControllerStatistics:
         """A snapshot."""
@@ -178,7 +180,6 @@ class CacheController:
                 self._end(kind, node_id)
         with self._lock:
             self._num_carriers = len(set(matching) - self._failed.keys())
-            self._revisions.wait_for(listed[HIDDEN_STATES] & alive)
             self._dead = frozenset(node["NodeID"] for node in nodes) - alive
             for member in self._membership.members():
                 silent = now - self._heard[member.node_id] > _SILENCE_S

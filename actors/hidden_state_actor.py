@@ -27,7 +27,6 @@ from hs_cache.messages import (
     CommitReply,
     ExplainReply,
     ExplainRequest,
-    KnownRevisions,
     LeaseReply,
     LeaseRequest,
     LocationBatch,
@@ -149,7 +148,6 @@ class HiddenStateActor:
             node_id=node_id,
             incarnation=pool.incarnation,
             send=self._publish,
-            revisions=self._server.revisions.table,
             heard=self._server.heard,
         )
         threading.Thread(target=publisher.run, args=(self._stop,), name="hs_cache-publisher", daemon=True).start()
@@ -243,10 +241,6 @@ class HiddenStateActor:
     def drop_key(self, key: bytes, space: bytes | None = None) -> bool:
         """See `CacheServer.drop_key`."""
         return self._server.drop_key(key, space)
-
-    def known_revisions(self, model: str) -> KnownRevisions:
-        """See `CacheServer.known_revisions`."""
-        return self._server.known_revisions(model)
 
     def take_revisions(self, table: RevisionTable) -> tuple[Retired, ...]:
         """See `CacheServer.take_revisions`."""

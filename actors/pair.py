@@ -40,10 +40,13 @@ def create_pair(config: CacheConfig, service: str) -> None:
     find_controller(service)
     while True:
         pair = _create(config, service, node_id)
+        what = "the KV actor"
         try:
+            ray.get(pair[1].bound.remote())  # first: without it the other can't begin, and wouldn't know why
+            what = "the hidden-state actor"
             running: CacheConfig = ray.get(pair[0].config.remote())
         except Exception as error:
-            raise translated(error, "the hidden-state actor") from error
+            raise translated(error, what) from error
         if running.model_dump() == config.model_dump():
             return
         logger.warning("actors with other settings are replaced: this service's controller did not create them")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from hs_cache.config import CacheConfig
 from hs_cache.effects import Budget, Call, Locate, Located, Steps
 from hs_cache.errors import CacheClosedError, PoolError, ServiceError, ServiceTimeoutError
 from hs_cache.leases import ClientProcess
@@ -63,8 +64,8 @@ class Attachment:
         self.link: Link | None = None
         self.closed = False
 
-    def attach(self, process: ClientProcess, budget: Budget, take: Callable[[AttachReply], None]) -> Steps[Link]:
-        """Decide for a node and attach to it; `take` gets its answer, and may refuse the service's settings.
+    def attach(self, process: ClientProcess, budget: Budget, take: Callable[[CacheConfig], None]) -> Steps[Link]:
+        """Decide for a node and attach to it; `take` gets the service's settings, and may refuse them.
 
         Raises:
             CacheClosedError: it was closed meanwhile.
@@ -80,7 +81,7 @@ class Attachment:
         with self._lock:
             if self.closed:
                 raise CacheClosedError("the cache was closed meanwhile")
-            take(reply)
+            take(CacheConfig(**reply.config))
             if self.link is None or self.link.incarnation != reply.incarnation or not self.link.is_final:
                 self.link = self._link(process, located, reply)
             return self.link

@@ -16,9 +16,10 @@ from rich.table import Table
 
 from hs_cache.config import CacheConfig
 from hs_cache.errors import ConfigError, HiddenStateCacheError, ServiceError
+from hs_cache.kv_presence import KVStatistics
 from hs_cache.launch import check_service, join
 from hs_cache.messages import ControllerStatistics, NodeStatistics
-from hs_cache.router import HIDDEN_STATES, find_actor, find_controller, is_running, nodes_of
+from hs_cache.router import HIDDEN_STATES, KV, find_actor, find_controller, is_running, nodes_of
 from hs_cache.weights import RevisionBump, bump_revision
 
 _STATUS_TIMEOUT_S = 5.0
@@ -76,11 +77,17 @@ def status(address: str | None, service: str, as_json: bool) -> None:
     """Show the nodes of a service, what their pools hold, and whether its controller answers."""
     join_quietly(address)
     nodes = [(node_id, _stats_of(service, node_id)) for node_id in nodes_of(service)]
+    kv = {node_id: _kv_stats_of(service, node_id) for node_id, _ in nodes}
     runs = is_running(service)
     controller = _controller_stats(service) if runs else None
     if as_json:
         rows = [
-            {"node_id": node_id, **(asdict(stats) if stats else {"error": "no answer"})} for node_id, stats in nodes
+            {
+                "node_id": node_id,
+                **(asdict(stats) if stats else {"error": "no answer"}),
+                "kv": asdict(known) if (known := kv[node_id]) else {"error": "no answer"},
+            }
+            for node_id, stats in nodes
         ]
         found = asdict(controller) if controller else {"error": "no answer"} if runs else None
         click.echo(json.dumps({"service": service, "controller": found, "nodes": rows}))
@@ -89,6 +96,8 @@ def status(address: str | None, service: str, as_json: bool) -> None:
     else:
         if nodes:
             print_nodes(service, nodes)
+            for node_id, stats in nodes:
+                click.echo(_kv_line(node_id, stats, kv[node_id]))
         else:
             click.echo(f"Service {service!r} runs, but no node carries it yet.")
         click.echo(_controller_line(controller))
@@ -103,7 +112,7 @@ def status(address: str | None, service: str, as_json: bool) -> None:
 @click.option("--model", required=True, help="Name of the model, as clients give it when they connect.")
 @click.argument("revision", required=False)
 def bump(address: str | None, service: str, as_json: bool, model: str, revision: str | None) -> None:
-    """Say that the weights of a model change: REVISION (default: r<number>) is the current one from now on.
+    """Say that the weights of a model change: REVISION (default: a name made up) is the current one from now on.
 
     Rows of all other revisions of the model are dropped on every node, and stores of clients that connected before
     fail. Each engine connects again once it has loaded the new weights.
@@ -116,6 +125,8 @@ def bump(address: str | None, service: str, as_json: bool, model: str, revision:
         click.echo(json.dumps({"service": service, **result, "nodes": nodes}))
         return
     click.echo(_bump_line(done))
+    if done.changed and not done.previous and not done.chunks:
+        click.echo(f"No node had rows of it: is {model!r} what clients call the model?")
     if done.unreached:
         short = ", ".join(node_id[:_ID_CHARS] for node_id in done.unreached)
         click.echo(f"Not reached, and told within a second or two if they still run: {short}.")
@@ -157,6 +168,25 @@ def _controller_line(stats: ControllerStatistics | None) -> str:
 def _stats_of(service: str, node_id: str) -> NodeStatistics | None:
     stats: NodeStatistics | None = _answer(lambda: find_actor(service, HIDDEN_STATES, node_id))
     return stats
+
+
+def _kv_stats_of(service: str, node_id: str) -> KVStatistics | None:
+    stats: KVStatistics | None = _answer(lambda: find_actor(service, KV, node_id))
+    return stats
+
+
+def _kv_line(node_id: str, node: NodeStatistics | None, kv: KVStatistics | None) -> str:
+    if kv is None:
+        return f"KV on {node_id[:_ID_CHARS]}: no answer, so nothing that it must vouch for is served."
+    if node is not None and node.kv_source == "none":
+        return f"KV on {node_id[:_ID_CHARS]}: counts as present."
+    engines = ", ".join(repr(engine) for engine in kv.engines) or "none"
+    source = f"{node.kv_source}, " if node is not None else ""
+    gaps = f"; something that they said was lost {kv.gaps_total:,} times" if kv.gaps_total else ""
+    return (
+        f"KV on {node_id[:_ID_CHARS]}: {source}{kv.present:,} chunks present, {kv.absent:,} absent, {kv.unknown:,} "
+        f"unknown; engines heard of: {engines}{gaps}."
+    )
 
 
 def _controller_stats(service: str) -> ControllerStatistics | None:

@@ -69,14 +69,6 @@ RevisionTable: TypeAlias = tuple[ModelRevision, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class KnownRevisions:
-    """A node's `table`, and names of the revisions of one model that it may have rows of."""
-
-    table: RevisionTable
-    in_use: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class RevisionChange:
     """What was current before, and what is now. Not `changed`: it was so already."""
 
@@ -139,17 +131,13 @@ class ClientInfo:
 
 @dataclass(frozen=True, slots=True)
 class AttachReply:
-    """The node's settings, and where its pool can be opened; ``address`` is None when it can't be, for `reason`.
-
-    `revisions` is what the node knows of the current ones.
-    """
+    """The node's settings, and where its pool can be opened; ``address`` is None when it can't be, for `reason`."""
 
     node_id: str
     incarnation: bytes
     config: dict[str, Any]
     address: PoolAddress | None
     reason: str = ""
-    revisions: RevisionTable = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,10 +280,7 @@ class ReportNumber(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LocationBatch:
-    """What changed on a node, or with `whole` all that it holds: chunk keys, in batches numbered without a gap.
-
-    `revisions` is always all that the node knows.
-    """
+    """What changed on a node, or with `whole` all that it holds: chunk keys, in batches numbered without a gap."""
 
     node_id: str
     incarnation: bytes
@@ -303,7 +288,6 @@ class LocationBatch:
     added: bytes
     removed: bytes = b""
     whole: bool = False
-    revisions: RevisionTable = ()
 
 
 @dataclass(frozen=True, slots=True)

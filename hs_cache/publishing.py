@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from hs_cache.errors import HiddenStateCacheError
-from hs_cache.messages import LocationBatch, PublishReply, RevisionTable
+from hs_cache.messages import LocationBatch, PublishReply
 from hs_cache.store import HiddenStateStore
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,6 @@ class Publisher:
         node_id: hex id of the node.
         incarnation: of its pool.
         send: hands a batch to the controller and returns its reply; raises when it can't be reached in time.
-        revisions: the current revisions that the node knows of; they go with every batch.
         heard: called with every reply.
     """
 
@@ -37,14 +36,12 @@ class Publisher:
         node_id: str,
         incarnation: bytes,
         send: Callable[[LocationBatch], PublishReply],
-        revisions: Callable[[], RevisionTable],
         heard: Callable[[PublishReply], None],
     ) -> None:
         self._store = store
         self._node_id = node_id
         self._incarnation = incarnation
         self._send = send
-        self._revisions = revisions
         self._heard = heard
         self._number = 0
         self._whole = True
@@ -80,8 +77,8 @@ class Publisher:
     def _next(self) -> LocationBatch:
         first = (self._node_id, self._incarnation, self._number)
         if self._whole:
-            return LocationBatch(*first, self._store.snapshot(), whole=True, revisions=self._revisions())
+            return LocationBatch(*first, self._store.snapshot(), whole=True)
         changes = self._store.take_changes()
         added = b"".join(key for key, there in changes.items() if there)
         removed = b"".join(key for key, there in changes.items() if not there)
-        return LocationBatch(*first, added, removed, revisions=self._revisions())
+        return LocationBatch(*first, added, removed)

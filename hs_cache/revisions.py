@@ -1,24 +1,24 @@
 """Which revision of each model's weights is the current one, and what becomes of the rows of all others.
 
 A model has no current revision until somebody says that its weights have changed. From then on only rows of the current
-one are taken, and those of any other are dropped on every node. The table of current revisions is small and always
-travels whole: with every batch that a node publishes, with every reply to one, and to every client that attaches.
-Tables that differ are merged, per model by the higher number, so whoever comes late learns it from whoever is there.
+one are taken, and those of any other are dropped on every node. A revision's name stands for its weights: the same name
+is the same weights, whenever it comes back.
+
+The table of current revisions is small and always travels whole. It is kept where Ray keeps what actors there are
+(`hs_cache.weights`), so that it outlives a controller; from there it goes to each client that connects, and to each
+node with the reply to whatever that publishes. A client whose revision is newer than its node's tells the node, too.
 """
 
-import re
+import secrets
 import threading
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from hs_cache.errors import StaleRevisionError
-from hs_cache.messages import Freed, KnownRevisions, ModelRevision, Retired, RevisionChange, RevisionTable
+from hs_cache.messages import Freed, ModelRevision, Retired, RevisionChange, RevisionTable
 from hs_cache.store import HiddenStateStore
 
-_NUMBERED = re.compile(r"r([1-9][0-9]{0,8})")
-
-_PATIENCE_S = 5.0
+_SUFFIX_BYTES = 4
 _PRUNE_AT = 1024
 """Key spaces a node remembers before it looks which of them have no chunks any more."""
 
@@ -38,86 +38,29 @@ class Revisions:
         return tuple(self._current[model] for model in sorted(self._current))
 
     def merge(self, table: RevisionTable) -> list[RevisionChange]:
-        """Take in what somebody else knows, as far as it has a number; returns what that changes here.
-
-        Of two revisions of one number, which only two controllers can have given, the same one wins everywhere.
-        """
+        """Take in what somebody else knows, as far as it is newer; returns what that changes here."""
         changes = []
         for now in table:
             before = self.get(now.model)
-            if now.number and (now.number, now.name) > (before.number, before.name):
+            if now.number > before.number:
                 self._current[now.model] = now
                 changes.append(RevisionChange(before, now, changed=True))
         return changes
 
-    def change(self, model: str, name: str | None, in_use: Iterable[str] = ()) -> RevisionChange:
+    def change(self, model: str, name: str | None) -> RevisionChange:
         """Make a revision the current one, unless it is already.
 
         Args:
             model: whose weights have changed.
-            name: not empty; None for ``r<number>``, with a number that no earlier name had.
-            in_use: names of revisions of this model that nodes have rows of.
+            name: not empty; None for one that nobody has used, and nobody else will.
         """
         before = self.get(model)
         if before.number and name == before.name:
             return RevisionChange(before, before, changed=False)
-        # Beyond every number in a name given by hand: a client with the weights of that name may still be there.
-        number = 1 + max([before.number, *map(_number_in, in_use)])
-        if name is not None:
-            number = max(before.number + 1, _number_in(name))
-        now = ModelRevision(model, number, f"r{number}" if name is None else name)
+        number = before.number + 1
+        now = ModelRevision(model, number, name or f"r{number}-{secrets.token_hex(_SUFFIX_BYTES)}")
         self._current[model] = now
         return RevisionChange(before, now, changed=True)
-
-
-class ServiceRevisions:
-    """A service's, as its controller knows it. Not thread-safe.
-
-    A controller that has just begun may be one that was restarted, and then its nodes know more. It doesn't say what is
-    current before they have told it, or have had `_PATIENCE_S` for that.
-    """
-
-    def __init__(self) -> None:
-        self._revisions = Revisions()
-        self._awaited: set[str] | None = None
-        self._until = time.monotonic() + _PATIENCE_S
-
-    @property
-    def settled(self) -> bool:
-        """Whether it says what is current."""
-        return self._awaited == set() or time.monotonic() > self._until
-
-    def wait_for(self, nodes: Iterable[str]) -> None:
-        """These nodes were there before the controller; only the first call counts."""
-        if self._awaited is None:
-            self._awaited = set(nodes)
-
-    def take(self, node_id: str, table: RevisionTable) -> RevisionTable:
-        """Take in what a node knows; returns what it should know."""
-        self._revisions.merge(table)
-        if self._awaited is not None:
-            self._awaited.discard(node_id)
-        return self._revisions.table()
-
-    def table(self) -> RevisionTable:
-        """What is known so far, settled or not."""
-        return self._revisions.table()
-
-    def current(self) -> RevisionTable | None:
-        """See `Revisions.table`; None while that isn't settled."""
-        return self._revisions.table() if self.settled else None
-
-    def change(self, model: str, name: str | None, known: Iterable[KnownRevisions]) -> RevisionChange | None:
-        """See `Revisions.change`; None while what is current isn't settled.
-
-        Args:
-            known: what the nodes know.
-        """
-        in_use: list[str] = []
-        for of_node in known:
-            self._revisions.merge(of_node.table)
-            in_use += of_node.in_use
-        return self._revisions.change(model, name, in_use) if self.settled else None
 
 
 class NodeRevisions:
@@ -152,11 +95,6 @@ class NodeRevisions:
         with self._lock:
             return self._revisions.table()
 
-    def in_use(self, model: str) -> tuple[str, ...]:
-        """Names of the revisions of a model that there may be chunks of."""
-        with self._lock:
-            return tuple(sorted({space.name for space in self._spaces.values() if space.model == model}))
-
     def take(self, table: RevisionTable) -> tuple[Retired, ...]:
         """Take in what somebody else knows. When this returns, chunks of revisions that are not current any more are
         dropped, and what is being written of them won't become visible; who reads them goes on reading.
@@ -173,10 +111,8 @@ class NodeRevisions:
 
     def _void(self, change: RevisionChange) -> set[bytes]:
         """The key spaces that end with a change; nothing becomes visible in them any more."""
-        now, before = change.now, change.before
-        # If changes in between were missed, what has this name may be from before all of them.
-        kept = now.name if before.number in (0, now.number - 1) else None
-        gone = {space for space, of in self._spaces.items() if of.model == now.model and of.name != kept}
+        now = change.now
+        gone = {space for space, of in self._spaces.items() if of.model == now.model and of.name != now.name}
         self._store.void(gone)
         for space in gone:
             del self._spaces[space]
@@ -223,8 +159,3 @@ class NodeRevisions:
             with self._lock:
                 self._refused_total += 1
             raise
-
-
-def _number_in(name: str) -> int:
-    found = _NUMBERED.fullmatch(name)
-    return int(found[1]) if found else 0

@@ -28,7 +28,6 @@ from hs_cache.messages import (
     CommitReply,
     ExplainReply,
     ExplainRequest,
-    KnownRevisions,
     LeaseReply,
     LeaseRequest,
     ModelRevision,
@@ -110,7 +109,6 @@ class CacheServer:
             self._config.model_dump(),
             None if reason else self._pool.address,
             reason,
-            self._revisions.table(),
         )
 
     def _why_not_shared(self, info: ClientInfo) -> str:
@@ -381,10 +379,6 @@ class CacheServer:
     def revisions(self) -> NodeRevisions:
         """Which revisions are current."""
         return self._revisions
-
-    def known_revisions(self, model: str) -> KnownRevisions:
-        """What this node knows of the revisions of all models, and of one."""
-        return KnownRevisions(self._revisions.table(), self._revisions.in_use(model))
 
     def take_revisions(self, table: RevisionTable) -> tuple[Retired, ...]:
         """Learn which revisions are current; see `hs_cache.revisions.NodeRevisions.take`."""

@@ -33,7 +33,6 @@ from hs_cache.kv_names import kv_naming
 from hs_cache.leases import this_process
 from hs_cache.messages import (
     UNREACHABLE,
-    AttachReply,
     CommitReply,
     ExplainReply,
     ExplainRequest,
@@ -44,7 +43,6 @@ from hs_cache.messages import (
     PlanReply,
     ReportNumber,
     ReserveRequest,
-    RevisionTable,
     Run,
 )
 from hs_cache.planning import Step, check_index, check_keys, check_layer_rows, check_seconds, check_spans, check_store
@@ -123,7 +121,6 @@ class Session:
         self._key_space(1)  # refuses wrong fields before anything else happens
         if space.get("model_revision"):
             self._revision = ModelRevision(space.get("model", ""), 0, space["model_revision"])
-        self._told_revisions: RevisionTable = ()
         self._strict = strict
         self._config: CacheConfig | None = None
         self._database: TokenDatabase | None = None
@@ -202,29 +199,23 @@ class Session:
     def _pin_revision(self, budget: Budget) -> Steps[None]:
         """Take the model's current revision for this client's. The controller has to say, since a node may have missed
         the latest change: with the revision before, a client of new weights would find rows of old ones."""
-        revisions, known = Revisions(), False
-        while not known:
-            why = "its controller is still hearing of it from the nodes"
+        model, table = self._space_fields.get("model", ""), None
+        while table is None:
             try:
                 controller = yield Find(None, budget.left_s)
-                table: RevisionTable | None = yield Call(controller, "revisions", (), budget.left_s)
-                revisions.merge(table or ())
-                known = table is not None
+                table = yield Call(controller, "revisions", (), budget.left_s)
             except ServiceNotRunningError:
                 raise
             except ServiceError as error:
-                why = str(error)
-            if not known:
                 if budget.left_s < _LONGEST_PAUSE_S:
                     raise ServiceError(
-                        f"the service can't say which revision of model {self._space_fields.get('model', '')!r} is "
-                        f"current: {why}; name it, with model_revision, to connect all the same"
-                    )
+                        f"the service can't say which revision of model {model!r} is current: {error}; name it, with "
+                        "model_revision, to connect all the same"
+                    ) from error
                 yield Pause(_LONGEST_PAUSE_S)
-        revisions.merge(self._told_revisions)
         with self._lock:
             if self._revision is None:
-                self._revision = revisions.get(self._space_fields.get("model", ""))
+                self._revision = Revisions(table).get(model)
         self._take_config(self.config)
 
     def store(
@@ -615,19 +606,15 @@ class Session:
         self._check_usable()
         link = self._attachment.link
         if link is None:
-            return (yield from self._attachment.attach(self._process, budget, self._take_settings))
+            return (yield from self._attachment.attach(self._process, budget, self._take_config))
         if link.is_final or time.monotonic() < link.look_again_at:
             return link
         try:
             # By now there may be a pool on the client's own node, or one that it can open.
-            return (yield from self._attachment.attach(self._process, Budget(budget.left_s / 2), self._take_settings))
+            return (yield from self._attachment.attach(self._process, Budget(budget.left_s / 2), self._take_config))
         except ServiceError as error:
             logger.debug("still served by node %s: %s", link.located.peer.node_id, error)
             return link
-
-    def _take_settings(self, reply: AttachReply) -> None:
-        self._told_revisions = reply.revisions
-        self._take_config(CacheConfig(**reply.config))
 
     def _take_config(self, config: CacheConfig) -> None:
         if self._config is not None and self._config.chunk_size != config.chunk_size:

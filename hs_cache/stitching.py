@@ -313,7 +313,8 @@ class HeldRows:
         """Let all rows go."""
         with self.lock:
             for chunk in list(self._entries):
-                self._give_up(chunk)
+                self.forget(chunk)
+                chunk.clear()
 
     def _forget_gone(self) -> None:
         while not self._gone.empty():

@@ -1,21 +1,25 @@
 """Telling a service that a model's weights have changed."""
 
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import ray
+from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
-from hs_cache.errors import InvalidInputError, ServiceError, ServiceNotRunningError, ServiceTimeoutError
+from hs_cache.errors import InvalidInputError, ServiceError, ServiceNotRunningError
 from hs_cache.launch import check_service
-from hs_cache.messages import Freed, KnownRevisions, Retired, RevisionChange, RevisionTable
-from hs_cache.router import HIDDEN_STATES, find_actor, find_controller, is_running, nodes_of, translated
+from hs_cache.messages import Freed, ModelRevision, Retired, RevisionChange, RevisionTable
+from hs_cache.router import HIDDEN_STATES, NAMESPACE, find_actor, find_controller, is_running, nodes_of, translated
 
 _TIMEOUT_S = 15.0
 """How long the controller may take, which may be restarting."""
+
+_TABLE = "{}/revisions"
+"""Where a service's current revisions are kept, in Ray's key-value store."""
 
 _NODE_TIMEOUT_S = 5.0
 _POLL_S = 0.1
@@ -62,8 +66,8 @@ def bump_revision(model: str, revision: str | None = None, *, service: str = "de
 
     Args:
         model: as it is named at `connect`.
-        revision: None for ``r<number>``, a name that no revision of this model had before. The one that is current
-            changes nothing; an earlier one may come back, without its rows.
+        revision: a name for the new weights: the same name is the same weights, whenever they come back, and naming
+            what is current changes nothing. None for ``r<number>-<random>``, which nobody has used before.
         service: the service's name.
 
     Returns:
@@ -81,9 +85,7 @@ def bump_revision(model: str, revision: str | None = None, *, service: str = "de
         raise InvalidInputError(f"revision: got {revision!r}, expected None or a name that is not empty")
     if not is_running(service):
         raise ServiceNotRunningError(f"no service named {service!r} runs in this Ray cluster")
-    known: dict[str, KnownRevisions]
-    known, _ = _of_all_nodes(service, "known_revisions", model)
-    change: RevisionChange = _settled(service, partial(_changed, model, revision, tuple(known.values())))
+    change = _changed(service, model, revision)
     table = (change.now,)
     retired: dict[str, tuple[Retired, ...]]
     retired, unreached = _of_all_nodes(service, "take_revisions", table)
@@ -91,31 +93,47 @@ def bump_revision(model: str, revision: str | None = None, *, service: str = "de
     return RevisionBump(model, change.now.name, change.before.name, change.changed, freed, unreached)
 
 
-def _changed(model: str, revision: str | None, known: Sequence[KnownRevisions], controller: Any) -> Any:
-    return controller.change_revision.remote(model, revision, known)
-
-
 def _freed(retired: Sequence[Retired], table: RevisionTable) -> Freed:
     """What the change to that revision freed; nothing where the node knows of a later one already."""
     return next((each.freed for each in retired if each.revision in table), Freed())
 
 
-def _settled(service: str, ask: Callable[[Any], Any]) -> Any:
-    """The controller's answer, as soon as it has one."""
+def _changed(service: str, model: str, revision: str | None) -> RevisionChange:
+    """What the controller has made of it, as soon as there is one that answers."""
     deadline = time.monotonic() + _TIMEOUT_S
     while True:
         try:
-            answer = ray.get(ask(find_controller(service)), timeout=max(deadline - time.monotonic(), _POLL_S))
+            asked = find_controller(service).change_revision.remote(model, revision)
+            change: RevisionChange = ray.get(asked, timeout=max(deadline - time.monotonic(), _POLL_S))
+            return change
         except Exception as error:
             cause = translated(error, "asking the controller")
             if not isinstance(cause, ServiceError) or time.monotonic() > deadline:
                 raise cause from error
-        else:
-            if answer is not None:
-                return answer
-            if time.monotonic() > deadline:
-                raise ServiceTimeoutError("the controller is still hearing from the nodes which revision is current")
         time.sleep(_POLL_S)
+
+
+def load_revisions(service: str) -> RevisionTable:
+    """The current revisions of a service's models, as they were saved last. Blocks for one call to Ray's control store.
+
+    Raises:
+        ServiceError: it can't be reached.
+    """
+    try:
+        saved = _internal_kv_get(_TABLE.format(service), namespace=NAMESPACE)
+    except Exception as error:
+        raise translated(error, "reading the current revisions") from error
+    return tuple(ModelRevision(*each) for each in json.loads(saved)) if saved else ()
+
+
+def save_revisions(service: str, table: RevisionTable) -> None:
+    """Keep the current revisions for as long as the cluster exists, also when the service is stopped: clients from
+    before may still be there when it runs again. Blocks as `load_revisions` does, and raises as it does."""
+    saved = json.dumps([(each.model, each.number, each.name) for each in table])
+    try:
+        _internal_kv_put(_TABLE.format(service), saved, namespace=NAMESPACE)
+    except Exception as error:
+        raise translated(error, "keeping the current revisions") from error
 
 
 def _of_all_nodes(service: str, method: str, *args: Any) -> tuple[dict[str, Any], tuple[str, ...]]:

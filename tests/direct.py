@@ -32,7 +32,7 @@ from hs_cache.leases import this_process
 from hs_cache.messages import LocationBatch, PublishReply, RevisionChange, StoreStatistics
 from hs_cache.publishing import Publisher
 from hs_cache.results import Coverage, PrefixHit, StoreResult
-from hs_cache.revisions import ServiceRevisions
+from hs_cache.revisions import Revisions
 from hs_cache.server import CacheServer
 from hs_cache.session import Session
 from hs_cache.shared_pool import SharedPool
@@ -127,14 +127,13 @@ class Controller:
         self.nodes: weakref.WeakValueDictionary[str, Node] = weakref.WeakValueDictionary()
         self.unreachable = False
         self.calls: list[str] = []
+        self.revisions = Revisions()
         self.restart()
 
     def restart(self) -> None:
-        """It knows nothing."""
+        """It knows nothing but what is kept elsewhere."""
         self.membership = Membership()
         self.directory = Directory()
-        self.revisions = ServiceRevisions()
-        self.revisions.wait_for(())
 
     def hear_all(self) -> None:
         """Every node that can be reached publishes all that it has to say."""
@@ -159,28 +158,26 @@ class Controller:
             "publish": self.publish,
             "locate": self.locate,
             "where": self.where,
-            "revisions": self.revisions.current,
+            "revisions": self.revisions.table,
         }
         return _sent(methods[method](*_sent(args)))
 
     def bump(self, model: str, name: str | None = None, *, unreached: Sequence["Node"] = ()) -> RevisionChange:
         """As `hs_cache.bump_revision`; some nodes are not reached."""
         reached = [node for node in self.nodes.values() if node not in unreached]
-        change = self.revisions.change(model, name, [node.server.known_revisions(model) for node in reached])
-        assert change is not None
+        change = self.revisions.change(model, name)
         for node in reached:
             node.server.revisions.take(self.revisions.table())
         return change
 
     def publish(self, batch: LocationBatch) -> PublishReply:
-        revisions = self.revisions.take(batch.node_id, batch.revisions)
         self.membership.join(batch.node_id, batch.incarnation)
         applied = True
         if batch.whole:
             self.directory.replace(batch.node_id, batch.incarnation, batch.number, batch.added)
         else:
             applied = self.directory.apply(batch.node_id, batch.incarnation, batch.number, batch.added, batch.removed)
-        return PublishReply(applied, len(self.membership.members()), revisions)
+        return PublishReply(applied, len(self.membership.members()), self.revisions.table())
 
     def locate(self, keys: bytes, without: Sequence[str] = ()) -> tuple[Segment, ...]:
         return self.directory.locate(keys, without=without)
@@ -235,7 +232,6 @@ class Node:
             node_id=self.name,
             incarnation=self.pool.incarnation,
             send=lambda batch: controller.perform("controller", "publish", (batch,)),
-            revisions=self.server.revisions.table,
             heard=self.server.heard,
         )
 

@@ -104,10 +104,12 @@ def test_the_weights_of_a_model_change(address: str, name: str) -> None:
     bumped = command("bump-revision", *there, "--model", "m", "--json")
     assert (bumped.returncode, bumped.stderr) == (0, "")
     freed = {"chunks": 2, "nbytes": 256, "held_bytes": 256}
+    first = reply(bumped)["revision"]
+    assert first.startswith("r1-")
     assert reply(bumped) == {
         "service": name,
         "model": "m",
-        "revision": "r1",
+        "revision": first,
         "previous": "",
         "changed": True,
         "nodes": [{"node_id": node_id, **freed}],
@@ -119,22 +121,26 @@ def test_the_weights_of_a_model_change(address: str, name: str) -> None:
     assert other.retrieve(range(8), 0).num_tokens == 8
     new = hs_cache.connect(service=name, model="m")
     assert new is not None
-    assert new.key_space.model_revision == "r1"
+    assert new.key_space.model_revision == first
     assert new.store(range(8), {0: make_rows(8, 2)}).stored == 2
 
-    again = command("bump-revision", *there, "--model", "m", "r1")
+    again = command("bump-revision", *there, "--model", "m", first)
     assert (again.returncode, again.stdout) == (
         0,
-        "Revision 'r1' of model 'm' is current already; nothing has changed.\n",
+        f"Revision {first!r} of model 'm' is current already; nothing has changed.\n",
     )
     assert new.retrieve(range(8), 0).num_tokens == 8
     named = command("bump-revision", *there, "--model", "m", "v2")
     assert (named.returncode, named.stdout) == (
         0,
-        "Revision 'v2' of model 'm' is current now, before it was 'r1'. Freed 2 chunks, 0.0 MiB, on 1 node.\n",
+        f"Revision 'v2' of model 'm' is current now, before it was {first!r}. Freed 2 chunks, 0.0 MiB, on 1 node.\n",
     )
+    misspelt = command("bump-revision", *there, "--model", "M", "v1")
+    assert misspelt.stdout.endswith("No node had rows of it: is 'M' what clients call the model?\n")
     status = command("status", *there)
     assert status.stdout.endswith("The current revision of model 'm' is 'v2'.\n")
+    assert ": reports, 6 chunks present, 0 absent, 0 unknown; engines heard of: ''." in status.stdout
+    assert reply(command("status", *there, "--json"))["nodes"][0]["kv"]["present"] == 6
 
 
 def test_a_change_of_weights_that_cannot_be(address: str, name: str) -> None:

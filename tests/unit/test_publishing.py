@@ -14,13 +14,11 @@ from hs_cache import publishing
 from hs_cache.directory import Directory
 from hs_cache.errors import ServiceError, ServiceTimeoutError
 from hs_cache.kv_presence import Presence
-from hs_cache.messages import LocationBatch, ModelRevision, PublishReply, split_keys
+from hs_cache.messages import LocationBatch, PublishReply, split_keys
 from hs_cache.publishing import Publisher
 from hs_cache.store import HiddenStateStore
 from tests.builders import OWNER, lease, make_keys, make_store, put, reserve
 from tests.direct import poll
-
-REVISIONS = (ModelRevision("m", 2, "r2"),)
 
 Send = Callable[[LocationBatch], PublishReply]
 
@@ -64,7 +62,6 @@ def make_publisher(
         node_id=node_id,
         incarnation=incarnation,
         send=station.send,
-        revisions=lambda: REVISIONS,
         heard=station.heard.append,
     )
 
@@ -96,8 +93,7 @@ def test_all_first_then_changes_in_order_then_signs_of_life() -> None:
     assert (first.number, first.whole, set(split_keys(first.added))) == (1, True, set(make_keys("ab")))
     assert (second.number, second.whole, set(split_keys(second.added))) == (2, False, set(make_keys("xyz")))
     assert split_keys(second.removed) == make_keys("ab")[1:]
-    assert third == LocationBatch("n", b"i", 3, b"", b"", whole=False, revisions=REVISIONS)
-    assert [batch.revisions for batch in station.batches] == [REVISIONS] * 3
+    assert third == LocationBatch("n", b"i", 3, b"", b"", whole=False)
     assert station.knows() == keys_of(store)
     assert station.heard == [PublishReply(True, 3)] * 3
 
