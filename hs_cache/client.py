@@ -442,7 +442,8 @@ class AsyncHiddenStateCache(_Client):
 class KVReports:
     """What an engine tells its node's KV actor; ``cache.kv``.
 
-    Each returns False when the actor could not be reached, or the caller's node has none.
+    Each returns False when the actor did not answer in time, or the caller's node has none. Something may be missing
+    then, so with the next report all that this engine has said counts as unknown; `resync` says it anew.
 
     `what` is token ids, whose chunks (as `HiddenStateCache.chunk_keys` has them) are meant, or keys: a blob,
     `ChunkKeys`, or a list of keys.

@@ -55,9 +55,13 @@ class ReportedKV:
         """
         split_keys(keys)  # refuses what are none
         index = self._index(engine)
-        if number is not None and self._is_behind_a_gap(engine, number):
-            index.forget()
-            self._gaps += 1
+        if number is not None:
+            expected = self._expected(engine, number)
+            if number.number != expected:
+                index.forget()
+                self._gaps += 1
+            if number.number < expected:  # it tells of a time before what is known
+                return
         getattr(index, what.value)(keys)
 
     def stats(self) -> KVStatistics:
@@ -85,10 +89,10 @@ class ReportedKV:
             index = self._indexes[engine] = KVIndex(self._capacity, store_implies_present=self._store_implies_present)
         return index
 
-    def _is_behind_a_gap(self, engine: str, number: ReportNumber) -> bool:
+    def _expected(self, engine: str, number: ReportNumber) -> int:
         sender = (engine, number.sender)
-        last = self._numbers.pop(sender, None)
-        self._numbers[sender] = number.number
+        expected = self._numbers.pop(sender, 0)
+        self._numbers[sender] = max(expected, number.number + 1)
         while len(self._numbers) > _MAX_SENDERS:
             self._numbers.popitem(last=False)
-        return number.number != (0 if last is None else last + 1)
+        return expected

@@ -504,6 +504,7 @@ class Session:
             else:  # what is computed here is no concern of the node that serves this client
                 error = ServiceNotRunningError("there is no KV actor on this client's node")
             if error is not None:
+                self._number_report()  # whether it arrived or not, the next one shows that something is missing
                 self._troubles.report(error, "the KV actor")
             else:
                 self._troubles.recovered("the KV actor")

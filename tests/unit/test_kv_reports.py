@@ -54,7 +54,17 @@ def test_reports_in_order_are_taken_as_they_come() -> None:
     assert reported.stats().gaps_total == 0
 
 
-@pytest.mark.parametrize("number", [1, 3, 0])
+def test_what_comes_late_is_not_taken_for_news() -> None:
+    reported = ReportedKV(10)
+    for number, what in ((0, Report.STORED), (2, Report.EVICTED), (1, Report.STORED)):
+        reported.report(what, blob("a"), "", ReportNumber(b"sender", number))
+    assert presence(reported, "a") == [UNKNOWN]
+    reported.report(Report.EVICTED, blob("a"), "", ReportNumber(b"sender", 3))
+    assert presence(reported, "a") == [ABSENT]
+    assert reported.stats().gaps_total == 2
+
+
+@pytest.mark.parametrize("number", [1, 3])
 def test_behind_a_gap_all_that_the_engine_said_is_unknown(number: int) -> None:
     reported = ReportedKV(10)
     reported.report(Report.STORED, blob("ab"), "one", ReportNumber(b"sender", 0))
