@@ -1,12 +1,14 @@
 """KV presence from what engines report by themselves, through ``cache.kv`` or by the `KVActor`'s handle."""
 
+import logging
 from collections import OrderedDict
 from enum import Enum
 
-from hs_cache.errors import InvalidInputError
 from hs_cache.keys import KEY_BYTES
 from hs_cache.kv_presence import KVIndex, KVStatistics, united
 from hs_cache.messages import ReportNumber, split_keys
+
+logger = logging.getLogger(__name__)
 
 _MAX_ENGINES = 64
 _MAX_SENDERS = 4096
@@ -23,8 +25,9 @@ class Report(Enum):
 class ReportedKV:
     """A `hs_cache.kv_presence.KVSource`: one index per engine of the node, each fed by that engine's own reports.
 
-    Reports of one sender about one engine are numbered. When one is missing, what this engine had said is unknown,
-    until it says so anew, or resyncs.
+    Of more than 64 engines the one that has been silent for the longest is forgotten, as if it had gone. Reports of one
+    sender about one engine are numbered. When one is missing, what this engine had said is unknown, until it says so
+    anew, or resyncs.
 
     Args:
         capacity: most chunks remembered per engine.
@@ -51,7 +54,7 @@ class ReportedKV:
         """Take in what an engine says; without a number it is taken as it comes.
 
         Raises:
-            InvalidInputError: these aren't keys, or the node has more than 64 engines; nothing was changed.
+            InvalidInputError: these aren't keys; nothing was changed.
         """
         split_keys(keys)  # refuses what are none
         index = self._index(engine)
@@ -82,11 +85,14 @@ class ReportedKV:
         """Nothing to end."""
 
     def _index(self, engine: str) -> KVIndex:
-        index = self._indexes.get(engine)
+        index = self._indexes.pop(engine, None)
         if index is None:
-            if len(self._indexes) >= _MAX_ENGINES:
-                raise InvalidInputError(f"engine: got {engine!r:.60}, expected one of the {_MAX_ENGINES} known ones")
-            index = self._indexes[engine] = KVIndex(self._capacity, store_implies_present=self._store_implies_present)
+            index = KVIndex(self._capacity, store_implies_present=self._store_implies_present)
+        self._indexes[engine] = index  # the last to have said something
+        if len(self._indexes) > _MAX_ENGINES:
+            silent = next(iter(self._indexes))
+            del self._indexes[silent]
+            logger.warning("more than %d engines on one node: %r is forgotten", _MAX_ENGINES, silent)
         return index
 
     def _expected(self, engine: str, number: ReportNumber) -> int:

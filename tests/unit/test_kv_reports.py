@@ -90,11 +90,18 @@ def test_bad_reports_change_nothing() -> None:
     with pytest.raises(InvalidInputError, match="keys: got 3 bytes"):
         reported.report(Report.EVICTED, b"abc", "engine", ReportNumber(b"sender", 1))
     assert presence(reported, "a") == [PRESENT]
+
+
+def test_of_too_many_engines_the_one_that_is_silent_is_forgotten(caplog: pytest.LogCaptureFixture) -> None:
+    reported = ReportedKV(10)
+    reported.note_stored(blob("ab"), "gone")
     for number in range(63):
         reported.note_stored(blob("a"), str(number))
-    with pytest.raises(InvalidInputError, match="engine: got 'one too many', expected one of the 64"):
-        reported.note_stored(blob("a"), "one too many")
+    assert presence(reported, "ab") == [PRESENT, PRESENT]
+    reported.note_stored(blob("a"), "one too many")
+    assert presence(reported, "ab") == [PRESENT, UNKNOWN]
     assert len(reported.stats().engines) == 64
+    assert "more than 64 engines on one node: 'gone' is forgotten" in caplog.text
 
 
 @pytest.mark.parametrize(
