@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 import hs_cache
 from actors import deploy
 from hs_cache.config import CacheConfig, NodeRequirements
+from hs_cache.errors import ServiceError
 from hs_cache.router import HIDDEN_STATES, actors_of, controller_name, find_actor, find_controller
-from tests.chaos.clients import AsyncClient, Client, Late, Report
-from tests.chaos.plan import Blow, Operation, blows
-from tests.chaos.probe import probe
-from tests.chaos.rows import CHUNK_SIZE, SPACES
+from tests.chaos.clients import AsyncClient, Client, Doubt, Given, Late, Of, Report, Setting
+from tests.chaos.payloads import Envelope
+from tests.chaos.plan import Blow, Bump, Operation, blows, bumps
+from tests.chaos.probe import probe, probe_old_weights
+from tests.chaos.rows import CHUNK_SIZE, ENGINES, SPACES, WEIGHTS_MODEL, revision_number
 from tests.processes import MARK, ROOT, marked_processes, open_pools, shared_memory_files, wait_until
 
 NODES = 3
@@ -50,6 +53,14 @@ _STUCK_S = 40.0
 
 _WHOLE_AGAIN_S = 90.0
 """How long all that was killed may take to come back: a raylet starts its processes one or two at a time."""
+
+_MID_PUT_S = 5.0
+"""How long a blow waits for somebody who is just putting a payload."""
+
+_WATCH_S = 0.002
+
+_UNTOLD_S = 10.0
+"""What fell so long before may still show: an actor that begins anew has to be told what it has missed."""
 
 _OBJECT_STORE_BYTES = 128 << 20
 _SHMEM_TOLERANCE_BYTES = 4 << 20
@@ -89,9 +100,26 @@ class Summary:
             f"{counts['append']} steps of requests, {counts['plan']} plans, "
             f"{counts['retrieve']} retrieves, {counts['hits']} hits ({counts['whole hits']} whole), "
             f"{counts['misses']} misses, {counts['refs hit']} refs hit, {counts['refs missed']} missed, "
-            f"{counts['rows checked']} rows checked, {len(self.wrong)} wrong; {fell}; {self.joined} nodes joined; "
+            f"{counts['payloads put']} payloads put ({counts['puts failed']} failed), "
+            f"{counts['payloads got']} got ({counts['payloads missed']} missed), {counts['payloads cleaned']} cleaned, "
+            f"{counts['bumps']} bumps, {counts['connected']} connects since, {counts['stale']} stores of old weights "
+            f"refused ({counts['untold']} taken where that wasn't known yet), "
+            f"{counts['engines asked']} retrieves between engines, "
+            f"{counts['rows checked']} rows and {counts['payloads checked']} payloads checked, "
+            f"{len(self.wrong)} wrong; {fell}; {self.joined} nodes joined; "
             f"slowest call {self.slowest[0]:.2f} s ({self.slowest[1]})"
         )
+
+
+@dataclass(frozen=True)
+class _Bumped:
+    """A change of the weights: the number of the revision, when it was made, who was told, and whether that's all."""
+
+    revision: int
+    begin: float
+    end: float
+    told: frozenset[str]
+    told_all: bool
 
 
 @dataclass
@@ -107,24 +135,37 @@ class _Player:
 
 
 class _Run:
-    """The loop of one run. Everything here happens on one thread, but for the replacement of a node."""
+    """The loop of one run. Everything here happens on one thread, but for the replacement of a node, and bumps."""
 
-    def __init__(self, summary: Summary, cluster: Cluster, service: str, run_id: str) -> None:
+    def __init__(self, summary: Summary, cluster: Cluster, service: str, run_id: str, mid_put: str) -> None:
         self._summary = summary
         self._cluster = cluster
         self._service = service
         self._run_id = run_id
         self._rng = random.Random(f"{summary.seed}/driver")
-        self._caches = _make_clients(service)
+        self._caches = _make_clients(service, SPACES)
+        weights = _make_clients(service, [{"model": WEIGHTS_MODEL}])
+        self._weights = {kind: [each for (each,) in of_engines] for kind, of_engines in weights.items()}
         self._players: list[_Player] = []
         self._slices: dict[Any, _Player] = {}
         self._refs: list[tuple[Operation, Any]] = []
+        self._envelopes: list[Envelope] = []
+        self._mid_put = mid_put
+        self._awaited: list[tuple[float, Blow]] = []
+        self._bumped: list[_Bumped] = []
+        self._bumping: Future[_Bumped] | None = None
+        self._fallen: list[tuple[str, float, float]] = []  # kind, from when, until when
+        self._emptied: list[tuple[float, str]] = []  # when, and which node lost its pool, "" for the controller
+        self._connected: list[Of] = []
+        self._stored: list[Of] = []
+        self._doubts: list[Doubt] = []
         self._stopped: list[tuple[float, int]] = []  # until when, and whom
         self._stops: list[tuple[int, float, float]] = []  # whom, from when, until when
         self._late: list[Late] = []
-        self._threads = ThreadPoolExecutor(1)
+        self._threads = ThreadPoolExecutor(2)
         self._replacement: Future[Any] | None = None
         self._lost: set[str] = set()
+        self._struck_node_at = 0.0
         self._start = time.monotonic()
         self._ending = False
 
@@ -134,9 +175,12 @@ class _Run:
         wait_until(self._all_know_their_pid, "all clients have begun", timeout_s=_WHOLE_AGAIN_S)
         self._start = time.monotonic()
         due = blows(self._summary.seed, self._summary.seconds)
+        changes = bumps(self._summary.seed, self._summary.seconds)
         while (now := time.monotonic() - self._start) < self._summary.seconds:
             while due and due[0].at_s <= now:
                 self._strike(due.pop(0))
+            if changes and changes[0].at_s <= now and self._bumping is None:
+                self._begin_bump(changes.pop(0))
             self._turn()
         self._end_of_play()
 
@@ -150,9 +194,18 @@ class _Run:
             node_id = self._replacement.result()
             self._replacement = None
             self._summary.joined += 1
+            self._fallen.append(("kill node", self._struck_node_at, time.monotonic() + _UNTOLD_S))
             self._note(f"node {node_id[:6]} has joined")
             self._populate(node_id)
-        done, _ = ray.wait(list(self._slices), num_returns=1, timeout=0.05, fetch_local=False)
+        if self._bumping is not None and self._bumping.done():
+            self._bumped.append(bumped := self._bumping.result())
+            self._bumping = None
+            self._summary.counts["bumps"] += 1
+            how = f"in {bumped.end - bumped.begin:.1f} s" + ("" if bumped.told_all else ", not told to all nodes")
+            self._note(f"weights r{bumped.revision}, {how}")
+        self._strike_producers()
+        timeout_s = _WATCH_S if self._awaited else 0.05
+        done, _ = ray.wait(list(self._slices), num_returns=1, timeout=timeout_s, fetch_local=False)
         for ref in done:
             self._end_slice(self._slices.pop(ref), ref)
         for player in self._slices.values():
@@ -171,8 +224,10 @@ class _Run:
         name = f"client-{len(self._players)}"
         place = NodeAffinitySchedulingStrategy(node_id, soft=False)
         caches = self._caches[kind is AsyncClient]
+        weights = self._weights[kind is AsyncClient]
+        setting = Setting(self._summary.seed, name, self._service, caches, weights, RPC_TIMEOUT_S, self._mid_put)
         actor: Any = ray.remote(kind).options(num_cpus=0, max_restarts=0, scheduling_strategy=place)
-        handle = actor.remote(self._summary.seed, name, caches, RPC_TIMEOUT_S)
+        handle = actor.remote(setting)
         player = _Player(f"{name} ({kind.__name__} on {node_id[:6]})", node_id, handle)
         self._players.append(player)
         self._begin_slice(player)
@@ -180,9 +235,12 @@ class _Run:
     def _begin_slice(self, player: _Player) -> None:
         if self._ending:
             return
-        given = [self._refs.pop(self._rng.randrange(len(self._refs))) for _ in range(min(3, len(self._refs)))]
+        given = Given(self._some(self._refs), self._some(self._envelopes))
         player.since = time.monotonic()
         self._slices[player.handle.work.remote(given)] = player
+
+    def _some(self, passed_on: list[Any]) -> list[Any]:
+        return [passed_on.pop(self._rng.randrange(len(passed_on))) for _ in range(min(3, len(passed_on)))]
 
     def _end_slice(self, player: _Player, ref: Any) -> None:
         try:
@@ -208,16 +266,33 @@ class _Run:
             self._summary.slowest = max(self._summary.slowest, report.slowest)
             self._late += report.late
             self._refs += report.refs
+            self._envelopes += report.envelopes
+            self._connected += report.connected
+            self._stored += report.stored
+            self._doubts += report.doubts
         del self._refs[:-12]
+        del self._envelopes[:-24]
+
+    # The weights.
+
+    def _begin_bump(self, bump: Bump) -> None:
+        last = max((bumped.revision for bumped in self._bumped), default=0)
+        self._bumping = self._threads.submit(_bump, self._service, last, bump.named, _WHOLE_AGAIN_S)
 
     # Blows.
 
     def _strike(self, blow: Blow) -> None:
-        verb, what = blow.kind.split()
+        _, what = blow.kind.split()
         if what == "node":
             self._kill_node(blow)
             return
-        candidates = self._client_pids() if what == "client" else self._actor_pids(what)
+        if what == "producer":
+            self._awaited.append((time.monotonic() + _MID_PUT_S, blow))
+            return
+        self._strike_one(blow, self._client_pids() if what == "client" else self._actor_pids(what))
+
+    def _strike_one(self, blow: Blow, candidates: Sequence[tuple[str, int]]) -> None:
+        verb, what = blow.kind.split()
         if not candidates:
             self._note(f"{blow.kind}: nobody there")
             return
@@ -228,15 +303,27 @@ class _Run:
         os.kill(pid, signal.SIGKILL if verb == "kill" else signal.SIGSTOP)
         self._summary.blows[blow.kind] += 1
         now = time.monotonic()
+        self._fallen.append((blow.kind, now, now + blow.stop_s if verb == "stop" else now))
+        if blow.kind in ("kill hidden_states", "kill controller"):
+            self._emptied.append((now, "" if what == "controller" else who.split()[-1]))
         if verb == "stop":
             self._stopped.append((now + blow.stop_s, pid))
             self._stops.append((pid, now, now + blow.stop_s))
-        elif what == "client":
+        elif what in ("client", "producer"):
             next(player for player in self._players if player.pid == pid).struck = True
         self._note(f"{blow.kind}: {who}, process {pid}" + (f" for {blow.stop_s:.1f} s" if verb == "stop" else ""))
 
     def _client_pids(self) -> list[tuple[str, int]]:
         return [(player.name, player.pid) for player in self._players if player.pid and not player.struck]
+
+    def _strike_producers(self) -> None:
+        """Let blows fall that are waiting for a client to put a payload."""
+        for until, blow in list(self._awaited):
+            putting = {int(name.split("-")[0]) for name in os.listdir(self._mid_put)}
+            candidates = [(name, pid) for name, pid in self._client_pids() if pid in putting]
+            if candidates or time.monotonic() > until:
+                self._awaited.remove((until, blow))
+                self._strike_one(blow, candidates)
 
     def _actor_pids(self, what: str) -> list[tuple[str, int]]:
         """Of the service's own actors, from Ray's table: they need not answer for that."""
@@ -260,6 +347,8 @@ class _Run:
         for player in self._players:
             player.struck = player.struck or player.node_id == node.node_id
         self._summary.blows[blow.kind] += 1
+        self._struck_node_at = time.monotonic()
+        self._emptied.append((self._struck_node_at, node.node_id[:6]))
         self._note(f"kill node: {node.node_id[:6]}")
         self._replacement = self._threads.submit(_replace, self._cluster, node)
 
@@ -282,6 +371,7 @@ class _Run:
 
     def _end_of_play(self) -> None:
         self._continue_stopped(all_of_them=True)
+        self._awaited.clear()
         self._ending = True
         for player in self._players:
             if player.handle is not None and player.pid is None:
@@ -293,12 +383,22 @@ class _Run:
         self._refs.clear()
         for player in self._players:
             if player.handle is not None and not player.struck:
-                self._take(ray.get(player.handle.finish.remote(), timeout=20))
+                # What some have put goes since they let go of it, that of others since they are gone.
+                close = self._rng.random() < 0.5
+                self._take(ray.get(player.handle.finish.remote(close=close), timeout=20))
+                if not close:
+                    ray.kill(player.handle)
+                    player.handle = None
         self._judge_deadlines()
+        self._judge_revisions()
+        for doubt in self._doubts:
+            if not self._fell(doubt.begin - _UNTOLD_S, doubt.end, doubt.excuses):
+                self._fail(f"{doubt.what}, begun at {doubt.begin - self._start:.1f} s")
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and _POOL in node["Resources"]]
         nodes.sort()
         wait_until(lambda: self._members() == nodes, "every node is in the service again", timeout_s=_WHOLE_AGAIN_S)
         self._probe(nodes)
+        self._audit_revisions(nodes)
         for node_id in nodes:
             self._audit(node_id)
         if not (self._summary.counts["hits"] and self._summary.counts["chunks stored"]):
@@ -306,7 +406,42 @@ class _Run:
 
     def _all_at_rest(self) -> bool:
         self._turn()
-        return not self._slices and self._replacement is None
+        return not self._slices and self._replacement is None and self._bumping is None
+
+    def _fell(self, begin: float, end: float, kinds: Sequence[str]) -> bool:
+        return any(kind in kinds and since <= end and until >= begin for kind, since, until in self._fallen)
+
+    def _may_be_forgotten(self, bumped: _Bumped, until: float) -> bool:
+        """Whether the controller and all nodes that were told have been killed since: if none had learned it anew by
+        then, nobody knows it any more."""
+        emptied = {who for when, who in self._emptied if bumped.begin <= when <= until}
+        return bumped.told | {""} <= emptied
+
+    def _judge_revisions(self) -> None:
+        """Whoever connects after a change has its revision, or a later one; what is older is not taken any more."""
+        for client in self._connected:
+            before = [
+                bumped.revision
+                for bumped in self._bumped
+                if bumped.end < client.begin and not self._may_be_forgotten(bumped, client.end)
+            ]
+            self._summary.counts["connected"] += bool(before)
+            if client.revision < max(before, default=0):
+                at = client.begin - self._start
+                self._fail(f"{client.what} connected at {at:.1f} s, and got r{client.revision}, not r{max(before)}")
+        for stored in self._stored:
+            later = [b for b in self._bumped if b.end < stored.begin and b.revision > stored.revision]
+            self._summary.counts["untold"] += bool(later)
+            # A node that is new, or begins anew, takes them until it is told.
+            known = [
+                bumped
+                for bumped in later
+                if bumped.told_all
+                and not self._fell(bumped.begin - _UNTOLD_S, stored.end, ("kill hidden_states", "kill node"))
+            ]
+            if known:
+                at, old, new = stored.begin - self._start, stored.revision, known[0].revision
+                self._fail(f"{stored.what} of r{old} stored at {at:.1f} s, when all nodes knew of r{new}")
 
     def _judge_deadlines(self) -> None:
         for late in self._late:
@@ -325,15 +460,47 @@ class _Run:
 
     def _probe(self, nodes: Sequence[str]) -> None:
         """What any node stores is hit on every other: the service is whole again."""
-        cache = hs_cache.connect(service=self._service, model="probe", strict=True)
+        cache = self._connect(model="probe")
         begun = [
-            ray.remote(probe)
-            .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
-            .remote(cache, number, len(nodes))
+            ray.remote(probe).options(**_on(node_id)).remote(cache, number, len(nodes))
             for number, node_id in enumerate(nodes)
         ]
         for wrong in ray.get(begun, timeout=_WHOLE_AGAIN_S):
             self._summary.failures += wrong
+
+    def _connect(self, **space: str) -> Any:
+        def connected() -> Any:
+            with suppress(ServiceError):  # a node's actor may still be on its way
+                return hs_cache.connect(service=self._service, strict=True, **space)
+
+        return wait_until(connected, "the service can be reached", timeout_s=_WHOLE_AGAIN_S)
+
+    def _audit_revisions(self, nodes: Sequence[str]) -> None:
+        """Every node knows the current revision, has rows of no other, and takes none."""
+        if not self._bumped:
+            return
+        current = self._connect(model=WEIGHTS_MODEL)
+        name = current.key_space.model_revision
+        last = self._bumped[-1]
+        if revision_number(name) < last.revision and not self._may_be_forgotten(last, time.monotonic()):
+            self._fail(f"in the end the weights are {name!r}, not r{last.revision}")
+
+        def known(node_id: str) -> bool:
+            actor = find_actor(self._service, HIDDEN_STATES, node_id)
+            said = ray.get(actor.known_revisions.remote(WEIGHTS_MODEL), timeout=20)
+            knows = {revision.name for revision in said.table if revision.model == WEIGHTS_MODEL} == {name}
+            return knows and set(said.in_use) <= {name}
+
+        for node_id in nodes:
+            what = f"node {node_id[:6]} knows that the weights are {name}, and has no others"
+            try:
+                wait_until(partial(known, node_id), what, timeout_s=20)
+            except AssertionError as error:
+                self._fail(str(error))
+        old = self._connect(model=WEIGHTS_MODEL, model_revision="old")
+        begun = [ray.remote(probe_old_weights).options(**_on(node_id)).remote(old, current) for node_id in nodes]
+        for node_id, wrong in zip(nodes, ray.get(begun, timeout=_WHOLE_AGAIN_S), strict=True):
+            self._summary.failures += [f"node {node_id[:6]}: {each}" for each in wrong]
 
     def _audit(self, node_id: str) -> None:
         actor = find_actor(self._service, HIDDEN_STATES, node_id)
@@ -344,7 +511,8 @@ class _Run:
 
         def nothing_held() -> bool:
             store = stats()
-            return not (store.num_leases or store.num_reservations or store.leased_bytes)
+            held = store.num_leases or store.num_reservations or store.leased_bytes
+            return not (held or store.num_kept or store.stranded_bytes)
 
         try:
             wait_until(nothing_held, f"nothing is held on node {node_id[:6]}", timeout_s=20)
@@ -354,6 +522,7 @@ class _Run:
         if store.free_bytes + store.resident_bytes != store.capacity_bytes:
             self._fail(f"the pool's bytes don't add up on node {node_id[:6]}: {store}")
         self._summary.counts["evicted"] += store.evicted_chunks_total
+        self._summary.counts["stale"] += ray.get(actor.stats.remote(), timeout=10).stale_stores_total
 
     def _note(self, text: str) -> None:
         self._summary.history.append(f"{time.monotonic() - self._start:5.1f} s: {text}")
@@ -368,6 +537,25 @@ class _Run:
             if player.handle is not None:
                 ray.kill(player.handle)
         self._threads.shutdown()
+
+
+def _on(node_id: str) -> dict[str, Any]:
+    return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
+
+
+def _bump(service: str, last: int, named: bool, timeout_s: float) -> _Bumped:
+    """Change the weights, as often as it takes: one whose answer was lost may have been made all the same."""
+    begin = time.monotonic()
+    while True:
+        try:
+            bump = hs_cache.bump_revision(WEIGHTS_MODEL, f"r{last + 2}" if named else None, service=service)
+        except ServiceError:
+            if time.monotonic() > begin + timeout_s:
+                raise
+            time.sleep(0.05)
+            continue
+        told = frozenset(node_id[:6] for node_id in bump.freed)
+        return _Bumped(revision_number(bump.revision), begin, time.monotonic(), told, not bump.unreached)
 
 
 def _replace(cluster: Cluster, node: Any) -> str:
@@ -386,15 +574,17 @@ def _alive_nodes() -> list[str]:
     return sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])  # type: ignore[no-untyped-call]
 
 
-def _make_clients(service: str) -> dict[bool, list[Any]]:
-    """A client per key space: for asyncio, and blocking ones."""
+def _make_clients(service: str, spaces: Sequence[dict[str, str]]) -> dict[bool, list[list[Any]]]:
+    """For each engine a client per key space: for asyncio, and blocking ones."""
 
-    options: list[dict[str, Any]] = [{"service": service, **space} for space in SPACES]
+    def options(engine: str) -> list[dict[str, Any]]:
+        return [{"service": service, "engine": engine, **space} for space in spaces]
 
-    async def connect_all() -> list[Any]:
-        return [await hs_cache.aconnect(**each) for each in options]
+    async def connect_all() -> list[list[Any]]:
+        return [[await hs_cache.aconnect(**each) for each in options(engine)] for engine in ENGINES]
 
-    return {True: asyncio.run(connect_all()), False: [hs_cache.connect(**each) for each in options]}
+    blocking = [[hs_cache.connect(**each) for each in options(engine)] for engine in ENGINES]
+    return {True: asyncio.run(connect_all()), False: blocking}
 
 
 @contextmanager
@@ -455,7 +645,8 @@ def run(seed: int, seconds: float) -> Summary:
                 node_selector=NodeRequirements(resources={_POOL: 1}),
             )
             deploy.start(config, service=service)
-            playing = _Run(summary, cluster, service, run_id)
+            mid_put = tempfile.mkdtemp(prefix="mid_put", dir=os.environ["RAY_TMPDIR"])
+            playing = _Run(summary, cluster, service, run_id, mid_put)
             try:
                 playing.play()
             except BaseException:

@@ -7,7 +7,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tests.chaos.rows import BRANCHES, CHUNK_SIZE, LAYERS, MAX_TOKENS, SPACES
+from tests.chaos.payloads import KEYS, ROUTES
+from tests.chaos.rows import BRANCHES, CHUNK_SIZE, LAYERS, MAX_TOKENS, SPACES, WEIGHTS
 
 ROUND_S = 15.0
 """Within so many seconds, every kind of blow falls once."""
@@ -18,13 +19,19 @@ BLOWS = (
     "kill kv",
     "kill controller",
     "kill client",
-    "kill client",
+    "kill producer",
     "kill node",
     "stop hidden_states",
     "stop kv",
     "stop controller",
     "stop client",
+    "stop producer",
 )
+"""A producer is a client that is just putting a payload."""
+
+BUMPS = 4
+"""How often the weights change in a round."""
+
 _LONGEST_STOP_S = 3.0
 _NODE_EARLIEST, _NODE_LATEST = 0.1, 0.5
 """When in a round a node is killed, as parts of it: what that leads to takes seconds."""
@@ -40,6 +47,11 @@ _OPERATIONS = {
     "report_stored": 2,
     "drop_key": 2,
     "look": 12,
+    "engines": 2,
+    "reconnect": 4,
+    "put": 12,
+    "get": 10,
+    "cleanup": 4,
 }
 
 
@@ -53,6 +65,8 @@ class Operation:
         hold: for how many more operations the rows are held, and looked at again.
         write: write into the rows that came back.
         cancel_s: cancel the call after that many seconds, where it can be cancelled.
+        to_stage, key, nbytes: of a payload.
+        revision: of the model whose weights change, the number of its client's revision; the plan doesn't know it.
     """
 
     kind: str
@@ -68,6 +82,10 @@ class Operation:
     hold: int
     write: bool
     cancel_s: float | None
+    to_stage: str
+    key: str
+    nbytes: int
+    revision: int = 0
 
 
 def operations(seed: int, name: str) -> Iterator[Operation]:
@@ -76,7 +94,7 @@ def operations(seed: int, name: str) -> Iterator[Operation]:
     kinds, weights = list(_OPERATIONS), list(_OPERATIONS.values())
     while True:
         (kind,) = rng.choices(kinds, weights)
-        space = rng.randrange(len(SPACES))
+        space = rng.choice((*range(len(SPACES)), WEIGHTS))
         num_tokens = rng.randint(1, MAX_TOKENS)
         subset = tuple(rng.sample(list(LAYERS), rng.randint(1, len(LAYERS))))
         stop = rng.randint(0, num_tokens) if rng.random() < 0.3 else num_tokens
@@ -95,6 +113,9 @@ def operations(seed: int, name: str) -> Iterator[Operation]:
             hold=rng.choice((0, 0, 3, 10, 40)),
             write=rng.random() < 0.3,
             cancel_s=rng.choice((0.0, 0.001, 0.005, 0.02)) if rng.random() < 0.2 else None,
+            to_stage=rng.choice(ROUTES),
+            key=f"k{rng.randrange(KEYS)}",
+            nbytes=2 * num_tokens**2,
         )
 
 
@@ -125,6 +146,22 @@ def blows(seed: int, seconds: float) -> list[Blow]:
             part = rng.uniform(_NODE_EARLIEST, _NODE_LATEST) if kind == "kill node" else rng.uniform(0.02, 0.95)
             found.append(Blow((number + part) * length, kind, rng.random(), rng.uniform(0.1, _LONGEST_STOP_S)))
     return sorted(found)
+
+
+@dataclass(frozen=True)
+class Bump:
+    """The weights change, `at_s` seconds after the start. Not `named`: the service finds the name."""
+
+    at_s: float
+    named: bool
+
+
+def bumps(seed: int, seconds: float) -> list[Bump]:
+    """Every change of the weights during a run, by time."""
+    rng = random.Random(f"{seed}/bumps")
+    count = BUMPS * max(round(seconds / ROUND_S), 1)
+    length = seconds / count
+    return [Bump((number + rng.uniform(0.1, 0.9)) * length, rng.random() < 0.5) for number in range(count)]
 
 
 def chunks(start: int, stop: int) -> slice:

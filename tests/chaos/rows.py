@@ -21,8 +21,15 @@ SPACES: tuple[dict[str, str], ...] = (
 )
 """Key spaces with the same prompts. All stores in the first name all layers, so there a chunk is of one store."""
 
+WEIGHTS, WEIGHTS_MODEL = len(SPACES), "weights"
+"""One more, of a model whose weights change: its rows tell with which revision they were computed."""
+
+ENGINES = ("one", "two")
+"""The engines of every node."""
+
 BRANCHES = 16
 MAX_TOKENS = 32 * CHUNK_SIZE
+PRIVATE_TOKENS = 3 * CHUNK_SIZE
 ROW_BYTES = sum(dim * dtype.itemsize for dim, dtype in LAYERS.values())
 
 _SYSTEM_TOKENS = 6 * CHUNK_SIZE
@@ -31,8 +38,10 @@ FAMILY = 4
 _ALIKE_AGAIN = 20 * CHUNK_SIZE + 3
 _WEIGHTS = np.random.default_rng(0).integers(0, 1 << 15, MAX_TOKENS) * 2 + 1
 _STRIDE = 1024
+_FIRST_PRIVATE = 1000
 _MAGIC = 201
 _FIELDS = 16
+_REVISION = 9
 _CALL = slice(10, 14)
 
 CLIENT_SHIFT = 20
@@ -57,7 +66,14 @@ def prefix_digests(token_ids: np.ndarray) -> np.ndarray:
     return np.cumsum(token_ids * _WEIGHTS[: len(token_ids)]) & 0xFFFF
 
 
-def make_rows(token_ids: np.ndarray, layer: int, space: int, call_id: Any, *, first: int = 0) -> torch.Tensor:
+def private_prompt(number: int) -> np.ndarray:
+    """Three chunks of which no other prompt has any."""
+    return np.arange(PRIVATE_TOKENS, dtype=np.int64) + _STRIDE * (_FIRST_PRIVATE + number)
+
+
+def make_rows(
+    token_ids: np.ndarray, layer: int, space: int, call_id: Any, *, first: int = 0, revision: int = 0
+) -> torch.Tensor:
     """Rows of `token_ids` from token `first` on, as the store with `call_id` (one, or one per row) writes them.
 
     Every number is an integer below 256, exact in every dtype; the fields are repeated over the whole row, so that a
@@ -70,6 +86,7 @@ def make_rows(token_ids: np.ndarray, layer: int, space: int, call_id: Any, *, fi
     fields[:, 2] = space + 1
     fields[:, 3:7] = ids.astype("<u4")[:, None].view(np.uint8)
     fields[:, 7:9] = np.arange(first, len(token_ids), dtype="<u2")[:, None].view(np.uint8)
+    fields[:, _REVISION] = revision
     fields[:, 14:16] = prefix_digests(token_ids)[first:].astype("<u2")[:, None].view(np.uint8)
     fields[:, _CALL] = np.broadcast_to(np.asarray(call_id, dtype="<u4"), len(ids))[:, None].copy().view(np.uint8)
     dim, dtype = LAYERS[layer]
@@ -83,10 +100,12 @@ def call_ids(rows: torch.Tensor) -> np.ndarray:
     return np.ascontiguousarray(said).view("<u4")[:, 0]
 
 
-def find_wrong(rows: torch.Tensor, token_ids: np.ndarray, layer: int, space: int, *, start: int = 0) -> str:
+def find_wrong(
+    rows: torch.Tensor, token_ids: np.ndarray, layer: int, space: int, *, start: int = 0, revision: int = 0
+) -> str:
     """What is wrong with rows of the tokens from `start` on, in words; "" when every one of them is right."""
     ids = call_ids(rows)
-    expected = make_rows(token_ids[: start + len(rows)], layer, space, ids, first=start)
+    expected = make_rows(token_ids[: start + len(rows)], layer, space, ids, first=start, revision=revision)
     if rows.shape != expected.shape:
         return f"layer {layer} of space {space}: got shape {list(rows.shape)}, expected {list(expected.shape)}"
     if torch.equal(rows.float(), expected.float()):
@@ -104,6 +123,11 @@ def find_wrong(rows: torch.Tensor, token_ids: np.ndarray, layer: int, space: int
         f"layer {layer} of space {space}: {len(wrong)} of {len(rows)} rows are wrong, the first is token {start + at}: "
         f"got {rows[at, :_FIELDS].tolist()}, expected {expected[at, :_FIELDS].tolist()}"
     )
+
+
+def revision_number(name: str) -> int:
+    """What rows tell of a revision; the names are ``""`` before the first change, and ``r<number>`` then."""
+    return int(name.removeprefix("r") or 0)
 
 
 def find_mixture(layers: Sequence[np.ndarray]) -> str:

@@ -17,6 +17,7 @@ from tests.chaos.rows import (
     find_wrong,
     make_prompt,
     make_rows,
+    revision_number,
 )
 
 START = 5
@@ -24,8 +25,10 @@ PROMPT = make_prompt(3, MAX_TOKENS)
 OTHER = 5 << CLIENT_SHIFT
 
 
-def rows_of(layer: int = 0, *, space: int = 1, call_id: int = 70_000, branch: int = 3) -> torch.Tensor:
-    return make_rows(make_prompt(branch, MAX_TOKENS), layer, space, call_id, first=START)
+def rows_of(
+    layer: int = 0, *, space: int = 1, call_id: int = 70_000, branch: int = 3, revision: int = 0
+) -> torch.Tensor:
+    return make_rows(make_prompt(branch, MAX_TOKENS), layer, space, call_id, first=START, revision=revision)
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -49,6 +52,7 @@ WRONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "of another prompt": lambda _: rows_of(branch=9),
     "of another prompt, where the tokens are the same": lambda rows: torch.cat([rows[:400], rows_of(branch=9)[400:]]),
     "of another key space": lambda _: rows_of(space=0),
+    "of another revision": lambda _: rows_of(revision=1),
     "at other positions": lambda rows: torch.cat([rows[1:], rows[:1]]),
     "of two clients in a chunk": lambda rows: torch.cat([rows[:20], rows_of(call_id=OTHER)[20:]]),
     "of two stores in a row": lambda rows: torch.cat([rows[:, :256], rows_of(call_id=1)[:, 256:]], dim=1),
@@ -64,6 +68,12 @@ def test_wrong_rows(kind: str) -> None:
 def test_rows_of_another_layer() -> None:
     assert find_wrong(rows_of(7), PROMPT, -1, 1, start=START)
     assert find_wrong(make_rows(PROMPT, 7, 1, 1)[:, : LAYERS[-1][0]], PROMPT, -1, 1)
+
+
+def test_rows_of_a_revision() -> None:
+    assert find_wrong(rows_of(revision=12), PROMPT, 0, 1, start=START, revision=revision_number("r12")) == ""
+    assert find_wrong(rows_of(revision=12), PROMPT, 0, 1, start=START, revision=13)
+    assert revision_number("") == 0
 
 
 def test_layers_of_different_stores() -> None:
