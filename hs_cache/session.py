@@ -600,8 +600,16 @@ class Session:
                     self._troubles.recovered("the cache")
                     return result
         except Reported as reported:
-            raise reported.error from None
-        return otherwise
+            failure: ServiceError | None = reported.error
+        else:
+            failure = None
+        if failure is None:
+            return otherwise
+        # Not while the other is being handled: each would refer to the other, and both to the caller's rows.
+        try:
+            raise failure
+        finally:
+            del failure
 
     def _connected(self, budget: Budget) -> Steps[Link]:
         self._check_usable()

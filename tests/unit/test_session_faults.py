@@ -5,7 +5,9 @@ import itertools
 import logging
 import sys
 import threading
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -112,6 +114,36 @@ def test_a_fault_at_any_effect_leaks_nothing(
         if effects <= number:  # the operation was over before the fault
             assert effects == number > 0
             break
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("fault", [lost_call, lost_reply, refused])
+def test_an_error_that_was_raised_keeps_nothing_once_its_caller_has_let_go_of_it(
+    fault: Fault, number: int, far: bool
+) -> None:
+    cache = DirectCache(Node(), far=far, strict=True)
+
+    def put(rows: torch.Tensor) -> None:
+        cache.store(TOKENS, {0: rows})
+
+    def get(rows: torch.Tensor) -> None:
+        cache.retrieve(TOKENS, out={0: rows})
+
+    gc.collect()
+    gc.disable()  # there must be nothing for it to find
+    try:
+        for operation in (put, get):
+            rows = torch.zeros(12, 8)
+            kept = weakref.ref(rows)
+            cache.faults[number] = fault
+            with suppress(ServiceError):
+                operation(rows)
+            cache.faults.clear()
+            del rows
+            assert kept() is None, operation
+    finally:
+        gc.enable()
 
 
 @EVERYWHERE
