@@ -113,12 +113,11 @@ class Summary:
 
 @dataclass(frozen=True)
 class _Bumped:
-    """A change of the weights: the number of the revision, when it was made, who was told, and whether that's all."""
+    """A change of the weights: the number of the revision, when it was made, and whether all nodes were told."""
 
     revision: int
     begin: float
     end: float
-    told: frozenset[str]
     told_all: bool
 
 
@@ -155,7 +154,6 @@ class _Run:
         self._bumped: list[_Bumped] = []
         self._bumping: Future[_Bumped] | None = None
         self._fallen: list[tuple[str, float, float]] = []  # kind, from when, until when
-        self._emptied: list[tuple[float, str]] = []  # when, and which node lost its pool, "" for the controller
         self._connected: list[Of] = []
         self._stored: list[Of] = []
         self._doubts: list[Doubt] = []
@@ -304,8 +302,6 @@ class _Run:
         self._summary.blows[blow.kind] += 1
         now = time.monotonic()
         self._fallen.append((blow.kind, now, now + blow.stop_s if verb == "stop" else now))
-        if blow.kind in ("kill hidden_states", "kill controller"):
-            self._emptied.append((now, "" if what == "controller" else who.split()[-1]))
         if verb == "stop":
             self._stopped.append((now + blow.stop_s, pid))
             self._stops.append((pid, now, now + blow.stop_s))
@@ -348,7 +344,6 @@ class _Run:
             player.struck = player.struck or player.node_id == node.node_id
         self._summary.blows[blow.kind] += 1
         self._struck_node_at = time.monotonic()
-        self._emptied.append((self._struck_node_at, node.node_id[:6]))
         self._note(f"kill node: {node.node_id[:6]}")
         self._replacement = self._threads.submit(_replace, self._cluster, node)
 
@@ -411,20 +406,10 @@ class _Run:
     def _fell(self, begin: float, end: float, kinds: Sequence[str]) -> bool:
         return any(kind in kinds and since <= end and until >= begin for kind, since, until in self._fallen)
 
-    def _may_be_forgotten(self, bumped: _Bumped, until: float) -> bool:
-        """Whether the controller and all nodes that were told have been killed since: if none had learned it anew by
-        then, nobody knows it any more."""
-        emptied = {who for when, who in self._emptied if bumped.begin <= when <= until}
-        return bumped.told | {""} <= emptied
-
     def _judge_revisions(self) -> None:
         """Whoever connects after a change has its revision, or a later one; what is older is not taken any more."""
         for client in self._connected:
-            before = [
-                bumped.revision
-                for bumped in self._bumped
-                if bumped.end < client.begin and not self._may_be_forgotten(bumped, client.end)
-            ]
+            before = [bumped.revision for bumped in self._bumped if bumped.end < client.begin]
             self._summary.counts["connected"] += bool(before)
             if client.revision < max(before, default=0):
                 at = client.begin - self._start
@@ -476,23 +461,22 @@ class _Run:
         return wait_until(connected, "the service can be reached", timeout_s=_WHOLE_AGAIN_S)
 
     def _audit_revisions(self, nodes: Sequence[str]) -> None:
-        """Every node knows the current revision, has rows of no other, and takes none."""
+        """Every node knows the current revision, and takes no rows of others."""
         if not self._bumped:
             return
         current = self._connect(model=WEIGHTS_MODEL)
         name = current.key_space.model_revision
         last = self._bumped[-1]
-        if revision_number(name) < last.revision and not self._may_be_forgotten(last, time.monotonic()):
+        if revision_number(name) < last.revision:
             self._fail(f"in the end the weights are {name!r}, not r{last.revision}")
 
         def known(node_id: str) -> bool:
             actor = find_actor(self._service, HIDDEN_STATES, node_id)
-            said = ray.get(actor.known_revisions.remote(WEIGHTS_MODEL), timeout=20)
-            knows = {revision.name for revision in said.table if revision.model == WEIGHTS_MODEL} == {name}
-            return knows and set(said.in_use) <= {name}
+            table = ray.get(actor.stats.remote(), timeout=20).revisions
+            return {revision.name for revision in table if revision.model == WEIGHTS_MODEL} == {name}
 
         for node_id in nodes:
-            what = f"node {node_id[:6]} knows that the weights are {name}, and has no others"
+            what = f"node {node_id[:6]} knows that the weights are {name}"
             try:
                 wait_until(partial(known, node_id), what, timeout_s=20)
             except AssertionError as error:
@@ -548,14 +532,13 @@ def _bump(service: str, last: int, named: bool, timeout_s: float) -> _Bumped:
     begin = time.monotonic()
     while True:
         try:
-            bump = hs_cache.bump_revision(WEIGHTS_MODEL, f"r{last + 2}" if named else None, service=service)
+            bump = hs_cache.bump_revision(WEIGHTS_MODEL, f"r{last + 1}" if named else None, service=service)
         except ServiceError:
             if time.monotonic() > begin + timeout_s:
                 raise
             time.sleep(0.05)
             continue
-        told = frozenset(node_id[:6] for node_id in bump.freed)
-        return _Bumped(revision_number(bump.revision), begin, time.monotonic(), told, not bump.unreached)
+        return _Bumped(revision_number(bump.revision), begin, time.monotonic(), not bump.unreached)
 
 
 def _replace(cluster: Cluster, node: Any) -> str:

@@ -126,8 +126,9 @@ def find_wrong(
 
 
 def revision_number(name: str) -> int:
-    """What rows tell of a revision; the names are ``""`` before the first change, and ``r<number>`` then."""
-    return int(name.removeprefix("r") or 0)
+    """What rows tell of a revision: ``""`` before the first change, then ``r<number>``, with ``-<random>`` behind that
+    where the service made it up."""
+    return int(name.removeprefix("r").partition("-")[0] or 0)
 
 
 def find_mixture(layers: Sequence[np.ndarray]) -> str:

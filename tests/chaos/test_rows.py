@@ -71,7 +71,7 @@ def test_rows_of_another_layer() -> None:
 
 
 def test_rows_of_a_revision() -> None:
-    assert find_wrong(rows_of(revision=12), PROMPT, 0, 1, start=START, revision=revision_number("r12")) == ""
+    assert find_wrong(rows_of(revision=12), PROMPT, 0, 1, start=START, revision=revision_number("r12-0a")) == ""
     assert find_wrong(rows_of(revision=12), PROMPT, 0, 1, start=START, revision=13)
     assert revision_number("") == 0
 
