@@ -4,7 +4,7 @@ import gc
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from ray.cluster_utils import Cluster
 
 import hs_cache
 from hs_cache.errors import InvalidInputError
@@ -20,7 +21,7 @@ from hs_cache.messages import StoreStatistics
 from hs_cache.router import HIDDEN_STATES, KV, find_actor
 from tests.cluster import stages
 from tests.cluster.conftest import StartService
-from tests.cluster.nodes import SLACK_S, Nodes, on_node, pid_of, this_node, within
+from tests.cluster.nodes import SLACK_S, add_node, on_node, pid_of, removed_at_the_end, this_node, within
 from tests.processes import Child, kill, wait_until
 
 LARGE = {"num_tokens": 1024, "hidden_dim": 512}
@@ -30,9 +31,29 @@ def connector(service: str, **config: Any) -> HiddenStateCacheConnector:
     return HiddenStateCacheConnector({"service": service, "stage_id": 0, "role": "dual", **config})
 
 
-def stage(service: str, node_id: str | None = None, **config: Any) -> Any:
-    options = on_node(node_id) if node_id else {"num_cpus": 0}
-    return ray.remote(stages.Stage).options(**options).remote({"service": service, **config})
+class Processes:
+    """Stages in processes of their own, which take seconds to start: the tests share them until one kills one."""
+
+    def __init__(self) -> None:
+        self._running: dict[tuple[str, str, str], Any] = {}
+
+    def stage(self, name: str, service: str, node_id: str) -> Any:
+        """The actor of that name, of a service and on a node; started if there is none."""
+        if (name, service, node_id) not in self._running:
+            made = ray.remote(stages.Stage).options(**on_node(node_id)).remote({"service": service})
+            self._running[name, service, node_id] = made
+        return self._running[name, service, node_id]
+
+    def kill(self, stage: Any) -> None:
+        """And start another one when it is asked for."""
+        (asked_for,) = [what for what, running in self._running.items() if running is stage]
+        del self._running[asked_for]
+        kill(ray.get(stage.where.remote())[1])
+
+
+@pytest.fixture(scope="module")
+def processes(cluster: Cluster) -> Processes:
+    return Processes()
 
 
 def store_on(service: str, node_id: str) -> StoreStatistics:
@@ -51,9 +72,20 @@ def wait_until_empty(service: str, node_id: str) -> None:
     wait_until(empty, "the pool is back at its base line")
 
 
-@pytest.fixture
-def own_service(start_service: StartService) -> str:
-    return start_service()
+@pytest.fixture(scope="module")
+def other_node(cluster: Cluster, service: str) -> Iterator[str]:
+    """A node besides this one, on which the service has a pool too."""
+    with removed_at_the_end(cluster) as added:
+        added.append(add_node(cluster))
+        node_id = str(added[0].node_id)
+        pid_of(service, HIDDEN_STATES, node_id)
+        yield node_id
+
+
+@pytest.fixture(scope="module")
+def here_only(start_service: StartService) -> str:
+    """A service with a pool on this node and no other; its actors may be killed."""
+    return start_service(node_selector={"labels": {"ray.io/node-id": this_node()}})
 
 
 @pytest.fixture
@@ -81,35 +113,34 @@ def test_what_is_put_is_got_once(here: HiddenStateCacheConnector) -> None:
     assert here.cleanup("a") is False
 
 
-@pytest.mark.parametrize(
-    "data",
-    [None, 0, False, "", b"", {}, [], (), torch.empty(0), torch.empty(3, 0), np.empty((0, 2)), torch.tensor(0)],
-    ids=repr,
-)
-def test_what_is_falsy_is_delivered(here: HiddenStateCacheConnector, data: Any) -> None:
-    assert here.put("0", "1", "falsy", data)[0]
-    taken = here.get("0", "1", "falsy")
-    assert taken is not None
-    if isinstance(data, torch.Tensor | np.ndarray):
-        assert (taken[0].shape, taken[0].dtype) == (data.shape, data.dtype)
-    else:
-        assert taken[0] == data
+def test_what_is_falsy_is_delivered(here: HiddenStateCacheConnector) -> None:
+    falsy: list[Any] = [None, 0, False, "", b"", {}, [], ()]
+    falsy += [torch.empty(0), torch.empty(3, 0), np.empty((0, 2)), torch.tensor(0)]
+    for number, data in enumerate(falsy):
+        assert here.put("0", "1", f"falsy {number}", data)[0]
+    for number, data in enumerate(falsy):
+        taken = here.get("0", "1", f"falsy {number}")
+        assert taken is not None, data
         assert type(taken[0]) is type(data)
+        if isinstance(data, torch.Tensor | np.ndarray):
+            assert (taken[0].shape, taken[0].dtype) == (data.shape, data.dtype)
+        else:
+            assert taken[0] == data
 
 
-@pytest.mark.parametrize("way", ["none", "plain", "by key", "of another connector", "nonsense"])
-def test_metadata(here: HiddenStateCacheConnector, way: str) -> None:
-    _, _, given = here.put("0", "1", "k", [1])
-    ways: dict[str, Any] = {
-        "none": None,
-        "plain": given,
-        "by key": {"k": given},
-        "of another connector": {"source_host": "10.0.0.1", "source_port": 50051},
-        "nonsense": {"hs_cache": {"node": 5}},
+def test_metadata(here: HiddenStateCacheConnector) -> None:
+    ways: dict[str, Callable[[Any], Any]] = {
+        "none": lambda given: None,
+        "plain": lambda given: given,
+        "by key": lambda given: {"k": given},
+        "of another connector": lambda given: {"source_host": "10.0.0.1", "source_port": 50051},
+        "nonsense": lambda given: {"hs_cache": {"node": 5}},
     }
-    taken = here.get("0", "1", "k", ways[way])
-    assert taken is not None
-    assert taken[0] == [1]
+    for way, of in ways.items():
+        _, _, given = here.put("0", "1", "k", way)
+        taken = here.get("0", "1", "k", of(given))
+        assert taken is not None, way
+        assert taken[0] == way
 
 
 def test_metadata_of_another_node_is_believed(here: HiddenStateCacheConnector) -> None:
@@ -275,9 +306,9 @@ def test_bad_input(here: HiddenStateCacheConnector, service: str) -> None:
 
 def test_settings_under_extra_and_stages_as_numbers(service: str) -> None:
     with HiddenStateCacheConnector({"extra": {"service": service}, "from_stage": 0, "to_stage": 1}) as made:
-        made.put(0, 1, "k", "x")  # type: ignore[arg-type]
-        made._sent.clear()
-        assert made.cleanup("k") is True  # by the route of its settings
+        with connector(service) as producer:
+            producer.put("0", "1", "k", "x")
+            assert made.cleanup("k") is True  # by the route of its settings
         made.put(0, 1, "k", "y")  # type: ignore[arg-type]
         taken = made.get("0", "1", "k")
         assert taken is not None
@@ -316,21 +347,22 @@ def test_collected_without_close(service: str) -> None:
 
 def test_what_others_have_taken_is_forgotten(here: HiddenStateCacheConnector, service: str) -> None:
     with connector(service) as receiver:
-        for number in range(600):
-            assert here.put("0", "1", f"r{number}", number)[0]
+        for number in range(300):
+            _, size, _ = here.put("0", "1", f"r{number}", number)
             if number % 2:
-                assert receiver.get("0", "1", f"r{number}") == (number, here._sent[f"r{number}"]["0", "1"].nbytes)
-        assert here.health()["outstanding"] < 600
+                assert receiver.get("0", "1", f"r{number}") == (number, size)
+        assert here.health()["outstanding"] < 300
         here.reap_consumed()
-        assert here.health()["outstanding"] == 300
-        for number in range(600):
+        assert here.health()["outstanding"] == 150
+        for number in range(300):
             assert here.cleanup(f"r{number}") is not bool(number % 2)
     assert here.health()["outstanding"] == 0
-    assert (here.health()["reclaimed"], here.health()["status"]) == (300, "healthy")
+    assert (here.health()["reclaimed"], here.health()["status"]) == (150, "healthy")
 
 
-def test_between_processes_of_a_node(service: str) -> None:
-    producer, consumer = stage(service), stage(service)
+def test_between_processes_of_a_node(service: str, processes: Processes) -> None:
+    producer, consumer = (processes.stage(name, service, this_node()) for name in ("producer", "consumer"))
+    gets = ray.get(consumer.health.remote())["gets"]
     metadata = None
     for seed in range(1, 4):
         ok, _, metadata = ray.get(producer.put.remote(f"r{seed}", seed, **LARGE))
@@ -342,10 +374,9 @@ def test_between_processes_of_a_node(service: str) -> None:
     assert ray.get(consumer.holds.remote(3, **LARGE))
     assert ray.get(consumer.get_now.remote("r3")) is None
     health = ray.get(consumer.health.remote())
-    assert (health["status"], health["gets"], health["node"]) == ("healthy", 3, this_node())
-    ray.get([consumer.let_go.remote(), producer.close.remote()])
+    assert (health["status"], health["gets"], health["node"]) == ("healthy", gets + 3, this_node())
+    ray.get(consumer.let_go.remote())
     wait_until_empty(service, this_node())
-    del producer, consumer
 
 
 def test_a_driver_of_its_own(service: str, address: str) -> None:
@@ -357,40 +388,38 @@ def test_a_driver_of_its_own(service: str, address: str) -> None:
     wait_until_empty(service, this_node())
 
 
-def test_a_producer_that_is_killed(service: str) -> None:
-    producer, consumer = stage(service), stage(service)
-    _, pid = ray.get(producer.where.remote())
-    assert ray.get(producer.put.remote("got", 1, **LARGE))[0]
-    assert ray.get(consumer.get.remote("got", 1, **LARGE)) == "right"
-    assert ray.get(producer.put_all.remote([f"r{i}" for i in range(1000)])) == 1000
-    assert store_on(service, this_node()).num_kept == 1000
-    assert ray.get(consumer.get_now.remote("r7")) is not None
-
-    kill(pid)
-    wait_until(lambda: store_on(service, this_node()).num_kept == 0, "the dead producer's payloads are gone")
-    assert ray.get(consumer.get_now.remote("r8")) is None
-    assert ray.get(consumer.holds.remote(1, **LARGE))
-    ray.get(consumer.let_go.remote())
-    wait_until_empty(service, this_node())
-
-
-def test_a_consumer_that_is_killed(service: str) -> None:
-    producer, consumer = stage(service), stage(service)
-    assert ray.get(producer.put.remote("r", 1, **LARGE))[0]
+def test_a_consumer_that_is_killed(here: HiddenStateCacheConnector, service: str, processes: Processes) -> None:
+    consumer = processes.stage("consumer", service, this_node())
+    assert here.put("0", "1", "r", stages.make_payload(1, **LARGE))[0]
     assert ray.get(consumer.get.remote("r", 1, **LARGE)) == "right"
     assert store_on(service, this_node()).stranded_bytes > 0
-    kill(ray.get(consumer.where.remote())[1])
+    processes.kill(consumer)
     wait_until_empty(service, this_node())
 
 
-def test_a_thousand_puts_and_cleanups(here: HiddenStateCacheConnector, service: str) -> None:
-    keys = [f"r{number}" for number in range(1000)]
+def test_a_producer_that_is_killed(here: HiddenStateCacheConnector, service: str, processes: Processes) -> None:
+    producer = processes.stage("producer", service, this_node())
+    assert ray.get(producer.put.remote("got", 1, **LARGE))[0]
+    taken = here.get("0", "1", "got")
+    assert ray.get(producer.put_all.remote([f"r{i}" for i in range(300)])) == 300
+    assert store_on(service, this_node()).num_kept == 300
+    assert here.get("0", "1", "r7") is not None
+
+    processes.kill(producer)
+    wait_until(lambda: store_on(service, this_node()).num_kept == 0, "the dead producer's payloads are gone")
+    assert here.get("0", "1", "r8") is None
+    assert taken is not None
+    assert stages.is_payload(taken[0], 1, **LARGE)
+
+
+def test_many_puts_and_cleanups(here: HiddenStateCacheConnector, service: str) -> None:
+    keys = [f"r{number}" for number in range(300)]
     for key in keys:
         assert here.put("0", "1", key, {"rows": torch.zeros(500), "key": key})[0]
-    assert store_on(service, this_node()).num_kept == 1000
+    assert store_on(service, this_node()).num_kept == 300
     taken = [here.get("0", "1", key) for key in keys[:100]]
     assert [found[0]["key"] for found in taken if found is not None] == keys[:100]
-    assert [here.cleanup(key) for key in keys] == [False] * 100 + [True] * 900
+    assert [here.cleanup(key) for key in keys] == [False] * 100 + [True] * 200
     stats = store_on(service, this_node())
     assert (stats.num_kept, stats.num_chunks) == (0, 0)
 
@@ -400,24 +429,24 @@ def test_beside_the_cache(service: str) -> None:
     rows = torch.randn(64, 32)
     with connector(service) as here:
         here.put("0", "1", "k", torch.arange(100))
-        for seed in range(200):
+        for seed in range(60):
             cache.store(range(1000 * seed, 1000 * seed + 64), {0: rows, 1: rows, 2: torch.randn(64, 2000)})
         assert cache.stats().node.store.evicted_chunks_total > 0
         taken = here.get("0", "1", "k")
         assert taken is not None
         assert torch.equal(taken[0], torch.arange(100))
-    for seed in range(200):
+    for seed in range(60):
         for key in cache.chunk_keys(range(1000 * seed, 1000 * seed + 64)):
             cache.drop_key(key)
     wait_until_empty(service, this_node())
 
 
-def test_the_node_actor_is_killed(own_service: str) -> None:
-    with connector(own_service, timeout_s=2.0) as here:
+def test_the_node_actor_is_killed(here_only: str) -> None:
+    with connector(here_only, timeout_s=2.0) as here:
         here.put("0", "1", "lost", 1)
         here.put("0", "1", "large", torch.zeros(100_000))
         held = here.get("0", "1", "large")
-        kill(pid_of(own_service, HIDDEN_STATES, this_node()))
+        kill(pid_of(here_only, HIDDEN_STATES, this_node()))
         begin = time.monotonic()
         assert here.get_with_deadline("0", "1", "lost", deadline=begin + 1) is None
         assert time.monotonic() - begin < 1 + SLACK_S
@@ -431,81 +460,96 @@ def test_the_node_actor_is_killed(own_service: str) -> None:
         assert held is not None
         assert not held[0].any()
     del held
-    wait_until_empty(own_service, this_node())
+    wait_until_empty(here_only, this_node())
 
 
-def test_kv_is_not_asked(own_service: str) -> None:
-    kill(pid_of(own_service, KV, this_node()))
-    with connector(own_service) as here:
+def test_kv_is_not_asked(here_only: str) -> None:
+    kill(pid_of(here_only, KV, this_node()))
+    with connector(here_only) as here:
         assert within(SLACK_S, lambda: here.put("0", "1", "k", 1))[0]
         assert within(SLACK_S, lambda: here.get("0", "1", "k")) is not None
 
 
-@pytest.fixture(scope="module")
-def everywhere(nodes: Nodes, start_service: StartService) -> str:
-    return start_service(node_selector="all")
+def test_between_nodes(service: str, other_node: str, processes: Processes) -> None:
+    producer = processes.stage("producer", service, other_node)
+    with connector(service) as here:
+        for seed in (1, 2, 3, 4):
+            ok, _, metadata = ray.get(producer.put.remote(f"r{seed}", seed, **LARGE))
+            assert ok
+            given = metadata if seed > 2 else None
+            deadline = time.monotonic() + 10
+            taken = here.get_with_deadline("0", "1", f"r{seed}", given, deadline=deadline)
+            assert taken is not None
+            assert stages.is_payload(taken[0], seed, **LARGE)
+            assert here.get_with_deadline("0", "1", f"r{seed}", given, deadline=time.monotonic() + 0.2) is None
+        assert store_on(service, other_node).num_kept == 0
+        wait_until_empty(service, other_node)
+        # And the other way: what the driver puts arrives there.
+        assert here.put("0", "1", "back", stages.make_payload(5, **LARGE))[0]
+        assert ray.get(producer.get.remote("back", 5, **LARGE)) == "right"
+
+        assert ray.get(producer.put_all.remote([f"s{i}" for i in range(100)])) == 100
+        assert ray.get(producer.holds.remote(5, **LARGE))
+        assert stages.is_payload(taken[0], 4, **LARGE)
+        # The consumer's cleanup finds them there, and so does the producer's.
+        wait_until(lambda: here.cleanup("s0"), "the directory knows")
+        assert ray.get(producer.cleanup.remote([f"s{i}" for i in range(100)])) == 99
+        ray.get(producer.let_go.remote())
+        wait_until_empty(service, other_node)
 
 
-@pytest.mark.parametrize("with_metadata", [False, True])
-def test_between_nodes(nodes: Nodes, everywhere: str, with_metadata: bool) -> None:
-    producer, consumer = stage(everywhere, nodes.one), stage(everywhere, nodes.two)
-    for seed in (1, 2):
-        ok, _, metadata = ray.get(producer.put.remote(f"r{seed}", seed, **LARGE))
-        assert ok
-        given = metadata if with_metadata else None
-        assert ray.get(consumer.get.remote(f"r{seed}", seed, given, **LARGE)) == "right"
-        assert ray.get(consumer.get.remote(f"r{seed}", seed, given, 0.2, **LARGE)) == "nothing"
-    assert store_on(everywhere, nodes.one).num_kept == 0
-    wait_until_empty(everywhere, nodes.one)
-    assert ray.get(producer.put_all.remote([f"s{i}" for i in range(300)])) == 300
-    assert ray.get(consumer.holds.remote(2, **LARGE))
-    # The consumer's cleanup finds them there, and so does the producer's.
-    wait_until(lambda: ray.get(consumer.cleanup.remote(["s0"])), "the directory knows")
-    assert ray.get(producer.cleanup.remote([f"s{i}" for i in range(300)])) == 299
-    wait_until_empty(everywhere, nodes.one)
-    ray.get([consumer.close.remote(), producer.close.remote()])
-
-
-def test_a_producer_on_another_node_is_killed(nodes: Nodes, everywhere: str) -> None:
-    producer, consumer = stage(everywhere, nodes.one), stage(everywhere, nodes.two)
-    assert ray.get(producer.put.remote("r", 1))[0]
-    assert ray.get(producer.put.remote("s", 2))[0]
-    kill(ray.get(producer.where.remote())[1])
-    wait_until_empty(everywhere, nodes.one)
-    assert ray.get(consumer.get.remote("r", 1, None, 0.5)) == "nothing"
-    again = stage(everywhere, nodes.two)
-    assert ray.get(again.put.remote("r", 3))[0]
-    assert ray.get(consumer.get.remote("r", 3)) == "right"
-    ray.get([again.close.remote(), consumer.let_go.remote()])
-    wait_until_empty(everywhere, nodes.two)
-
-
-def test_the_same_key_on_two_nodes(nodes: Nodes, everywhere: str) -> None:
-    one, two, reader = (stage(everywhere, node) for node in (nodes.one, nodes.two, nodes.head))
-    assert ray.get(one.put.remote("r", 1))[0]
-    assert ray.get(reader.get.remote("r", 1)) == "right"
-    assert ray.get(one.put.remote("r", 2))[0]
+def test_the_same_key_on_two_nodes(
+    here: HiddenStateCacheConnector, service: str, other_node: str, processes: Processes
+) -> None:
+    there = processes.stage("producer", service, other_node)
+    assert ray.get(there.put_data.remote("r", 1))[0]
+    taken = here.get_with_deadline("0", "1", "r", deadline=time.monotonic() + 10)
+    assert taken is not None
+    assert taken[0] == 1
+    _, _, metadata_there = ray.get(there.put_data.remote("r", 2))
     metadata = None
 
     def replaced() -> bool:
         nonlocal metadata
-        _, _, metadata = ray.get(two.put.remote("r", 3))
-        return store_on(everywhere, nodes.one).num_kept == 0
+        _, _, metadata = here.put("0", "1", "r", stages.make_payload(3))
+        return store_on(service, other_node).num_kept == 0
 
     wait_until(replaced, "the other node's payload is replaced")
-    assert ray.get(reader.get.remote("r", 3, metadata)) == "right"
-    assert ray.get(one.get.remote("r", 2, None, 0.2)) == "nothing"
+    assert ray.get(there.get.remote("r", 3, metadata)) == "right"
+    assert ray.get(there.get_now.remote("r")) is None
+    assert here.get("0", "1", "r", metadata_there) is None
 
 
-def test_a_producer_without_a_pool(nodes: Nodes, start_service: StartService) -> None:
+def test_a_producer_on_another_node_is_killed(
+    here: HiddenStateCacheConnector, service: str, other_node: str, processes: Processes
+) -> None:
+    producer = processes.stage("producer", service, other_node)
+    assert ray.get(producer.put.remote("r", 1))[0]
+    assert ray.get(producer.put.remote("s", 2))[0]
+    processes.kill(producer)
+    wait_until_empty(service, other_node)
+    assert here.get_with_deadline("0", "1", "r", deadline=time.monotonic() + 0.5) is None
+    with connector(service) as again:
+        assert again.put("0", "1", "r", 3)[0]
+        taken = here.get("0", "1", "r")
+        assert taken is not None
+        assert taken[0] == 3
+
+
+def test_a_producer_without_a_pool(here_only: str, other_node: str, processes: Processes) -> None:
     """Its node has none: another one's actor stores for it, and its payloads are kept by nobody."""
-    service = start_service(node_selector={"labels": {"ray.io/node-id": nodes.head}})
-    producer, consumer = stage(service, nodes.one), stage(service, nodes.two)
-    for seed in (1, 2):
-        assert ray.get(producer.put.remote(f"r{seed}", seed, **LARGE))[0]
-        assert ray.get(consumer.get.remote(f"r{seed}", seed, **LARGE)) == "right"
-    assert store_on(service, nodes.head).num_kept == 0
+    producer = processes.stage("producer", here_only, other_node)
+    with connector(here_only) as here:
+        for seed in (1, 2):
+            assert ray.get(producer.put.remote(f"r{seed}", seed, **LARGE))[0]
+            taken = here.get_with_deadline("0", "1", f"r{seed}", deadline=time.monotonic() + 10)
+            assert taken is not None
+            assert stages.is_payload(taken[0], seed, **LARGE)
+        assert ray.get(producer.put.remote("r3", 3, **LARGE))[0]
+        assert ray.get(producer.get.remote("r3", 3, **LARGE)) == "right"
+        del taken
+    assert store_on(here_only, this_node()).num_kept == 0
     assert ray.get(producer.put_all.remote([f"s{i}" for i in range(20)])) == 20
     assert ray.get(producer.cleanup.remote(["s3", "s4"])) == 2
-    ray.get([producer.close.remote(), consumer.let_go.remote()])
-    wait_until_empty(service, nodes.head)
+    ray.get([producer.let_go.remote(), producer.close.remote()])
+    wait_until_empty(here_only, this_node())
