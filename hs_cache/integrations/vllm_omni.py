@@ -5,13 +5,15 @@ Written to the interface that vLLM-Omni publishes in ``vllm_omni/distributed/omn
 registers itself; everywhere else it works by itself, with the same methods. See docs/vllm_omni.md.
 """
 
+import difflib
 import inspect
 import logging
 import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -47,16 +49,28 @@ _FIRST_REAP = 256
 _REAPED_AT_ONCE = 4096
 _MAX_ROUTES = 64
 _MAX_UNDROPPED = 1024
-_COUNTERS = ("puts", "gets", "bytes_put", "bytes_got", "put_failures", "get_failures", "reclaimed")
+_COUNTERS = ("puts", "gets", "bytes_put", "bytes_got", "put_failures", "get_failures", "reclaimed", "expired")
+
+_DEFAULTS = {
+    "service": "default",
+    "address": None,
+    "namespace": "",
+    "timeout_s": None,
+    "ttl_s": 600.0,
+    "config": None,
+}
+_NEAR_MISS = 0.8
+"""From what `difflib` ratio on an unknown key is one of ours, misspelt. Those that vLLM-Omni's own connectors know
+are all below 0.7."""
 
 
 class HiddenStateCacheConnector(OmniConnectorBase):
     """Moves payloads between stages. Thread-safe.
 
     A payload is known by (from_stage, to_stage, key). It lies in the pool of the node that serves the producer, is not
-    evicted there, and goes when it is got or cleaned up, when this connector is closed, or when its process is gone. A
-    `put` under a key that is still there replaces it. Where the producer's node can't share its pool with it, a payload
-    counts as any chunk of the cache, and may be evicted.
+    evicted there, and goes when it is got or cleaned up, when it has lain there for ``ttl_s``, when this connector is
+    closed, or when its process is gone. A `put` under a key that is still there replaces it. Where the producer's node
+    can't share its pool with it, a payload counts as any chunk of the cache, and may be evicted.
 
     Tensors and arrays anywhere in a payload go as raw bytes, see `hs_cache.payloads.pack`; those of a GPU are copied to
     the CPU, where they arrive. Between processes of a node they arrive without a copy where they are large, as memory
@@ -66,11 +80,13 @@ class HiddenStateCacheConnector(OmniConnectorBase):
     Args:
         config: what vLLM-Omni has under ``extra``. Of its own this knows ``service`` (default ``"default"``),
             ``address`` (of a Ray cluster to join, if this process hasn't joined one), ``config`` (settings for a
-            service that has to be started, as `hs_cache.connect` takes them), ``namespace`` (payloads of two pipelines
-            don't meet) and ``timeout_s`` (per round trip; default the service's ``rpc_timeout_s``). Others are ignored.
+            service that has to be started, as `hs_cache.connect` takes them), ``namespace`` (one per pipeline: payloads
+            of two that have the same get mixed up), ``timeout_s`` (per round trip; default the service's
+            ``rpc_timeout_s``) and ``ttl_s`` (payloads put longer ago than that and not taken are dropped with the next
+            `put`; default 600, None for never). Others are vLLM-Omni's, and are ignored.
 
     Raises:
-        InvalidInputError: a setting is wrong.
+        InvalidInputError: a setting is wrong; `ConfigError` for one that looks like a setting's name misspelt.
         ServiceError: the service can't be reached or started.
     """
 
@@ -80,8 +96,7 @@ class HiddenStateCacheConnector(OmniConnectorBase):
         self._lock = threading.Lock()
         self._closed = False
         self._releaser = this_process().releaser
-        self._sent: OrderedDict[str, dict[tuple[str, str], Sent]] = OrderedDict()
-        self._num_sent = 0
+        self._outbox = _Outbox()
         self._reap_at = _FIRST_REAP
         self._routes: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._undropped: OrderedDict[ParcelName, bytes] = OrderedDict()
@@ -90,6 +105,7 @@ class HiddenStateCacheConnector(OmniConnectorBase):
         settings = _settings(config)
         self._namespace: str = settings["namespace"]
         self._service: str = settings["service"]
+        self._ttl_s: float = float("inf") if settings["ttl_s"] is None else settings["ttl_s"]
         if {"from_stage", "to_stage"} <= settings.keys():
             self._routes[str(settings["from_stage"]), str(settings["to_stage"])] = None
         if settings["address"] is not None and not ray.is_initialized():
@@ -112,7 +128,7 @@ class HiddenStateCacheConnector(OmniConnectorBase):
     def __del__(self) -> None:
         # Runs wherever Python collects, also inside of somebody's lock: so it calls nobody, and takes no lock.
         if not sys.is_finalizing() and not self.__dict__.get("_closed", True):
-            self._let_go(sent for of_key in self._sent.values() for sent in of_key.values())
+            self._let_go(self._outbox)
 
     @staticmethod
     def _make_key(key: str, from_stage: str, to_stage: str, separator: str = "@") -> str:
@@ -132,6 +148,7 @@ class HiddenStateCacheConnector(OmniConnectorBase):
         """
         route, name = self._named(from_stage, to_stage, "put_key", put_key)
         payload = pack(data)
+        self._expire()  # before it: there may be no room but theirs
         try:
             sent = self._router.run(self._parcels.put(name, payload))
         except InvalidInputError:
@@ -141,23 +158,20 @@ class HiddenStateCacheConnector(OmniConnectorBase):
         else:
             reason = "there is no room for it in the pool, or the service can't be reached"
         if sent is None:
-            self._forget(put_key, route)
+            self._forget(name)
             self._failed("put_failures", f"put of {self._make_key(put_key, *route)} ({payload.nbytes} bytes): {reason}")
             return False, 0, None
         with self._lock:
             self._in_trouble = False
             self._counts["puts"] += 1
             self._counts["bytes_put"] += sent.nbytes
-            of_key = self._sent.setdefault(put_key, {})
-            replaced = of_key.get(route)
-            of_key[route] = sent
-            self._num_sent += replaced is None
-            reap = self._num_sent >= self._reap_at
+            replaced = self._outbox.add(put_key, sent)
+            reap = len(self._outbox) >= self._reap_at
             closed = self._closed
         if replaced is not None and replaced.node_id != sent.node_id:
             self._let_go([replaced])
         if closed:  # while it was on its way
-            self._forget(put_key, route)
+            self._forget(name)
             return False, 0, None
         if reap:
             self.reap_consumed()
@@ -212,8 +226,7 @@ class HiddenStateCacheConnector(OmniConnectorBase):
         if not isinstance(request_id, str):
             raise InvalidInputError(f"request_id: got {type(request_id).__name__}, expected str")
         with self._lock:
-            sent = list(self._sent.pop(request_id, {}).values())
-            self._num_sent -= len(sent)
+            sent = self._outbox.pop_key(request_id)
             routes = list(self._routes)
         if sent:
             count, asked = self._drop_all((parcel.name, parcel.generation, parcel.node_id) for parcel in sent)
@@ -221,35 +234,26 @@ class HiddenStateCacheConnector(OmniConnectorBase):
             count, asked = self._drop_all((self._name(request_id, route), None, "") for route in routes)
         if not asked:
             self._let_go(sent)
+        with self._lock:
+            self._counts["reclaimed"] += count
         return True if count else False if asked else None
 
     def abandon_get(self, get_key: str) -> None:
         """Nothing to do: a `get` that has returned leaves nothing behind."""
 
     def reap_consumed(self) -> None:
-        """Forget payloads of this connector that others have taken. It happens by itself now and then."""
+        """Forget payloads of this connector that others have taken, and drop those that nobody took for ``ttl_s``.
+
+        It happens by itself now and then.
+        """
+        self._expire()
         with self._lock:
-            known = [(key, route, sent) for key, of_key in self._sent.items() for route, sent in of_key.items()]
-        for begin in range(0, len(known), _REAPED_AT_ONCE):
-            part = known[begin : begin + _REAPED_AT_ONCE]
-            by_node: dict[str, list[Sent]] = {}
-            for _, _, sent in part:
-                by_node.setdefault(sent.node_id, []).append(sent)
-            try:
-                gone = set(map(id, self._router.run(self._parcels.gone(by_node))))
-            except HiddenStateCacheError as error:
-                logger.debug("what was put can't be looked after: %s", error)
-                break
-            with self._lock:
-                for key, route, sent in part:
-                    of_key = self._sent.get(key, {})
-                    if id(sent) in gone and of_key.get(route) is sent:
-                        del of_key[route]
-                        self._num_sent -= 1
-                        if not of_key:
-                            del self._sent[key]
+            known = list(self._outbox)
+        gone = self._gone(known)
         with self._lock:
-            self._reap_at = max(_FIRST_REAP, 2 * self._num_sent)
+            for sent in gone:
+                self._outbox.pop(sent.name, sent)
+            self._reap_at = max(_FIRST_REAP, 2 * len(self._outbox))
 
     def health(self) -> dict[str, Any]:
         """``status`` is ``"healthy"`` where the node answers, else ``"unhealthy"``; counters besides."""
@@ -263,7 +267,7 @@ class HiddenStateCacheConnector(OmniConnectorBase):
                 "status": "healthy" if node is not None and not self._closed else "unhealthy",
                 "service": self._service,
                 "node": node.node_id if node is not None else None,
-                "outstanding": self._num_sent,
+                "outstanding": len(self._outbox),
                 **self._counts,
             }
 
@@ -273,13 +277,43 @@ class HiddenStateCacheConnector(OmniConnectorBase):
             if self._closed:
                 return
             self._closed = True
-            sent = [sent for of_key in self._sent.values() for sent in of_key.values()]
-            self._sent.clear()
-            self._num_sent = 0
-        self._let_go(sent)
+            left, self._outbox = list(self._outbox), _Outbox()
+        self._discard(left)
         self._releaser.flush()
-        self._drop_all((parcel.name, parcel.generation, parcel.node_id) for parcel in sent if parcel.hold is None)
         self._cache.close()
+
+    def _expire(self) -> None:
+        """Drop what was put longer than ``ttl_s`` ago and is still there."""
+        with self._lock:
+            expired = self._outbox.pop_older(self._ttl_s)
+        if not expired:
+            return
+        taken = set(self._gone(expired))
+        left = [sent for sent in expired if sent not in taken]
+        self._discard(left)
+        with self._lock:
+            is_news = left and not self._counts["expired"]
+            self._counts["expired"] += len(left)
+        if is_news:
+            logger.warning(
+                "nobody took %d payloads within %g s: they are dropped; further ones are counted, not logged",
+                len(left),
+                self._ttl_s,
+            )
+
+    def _gone(self, sent: Sequence[Sent]) -> list[Sent]:
+        """Which of them are surely not there any more."""
+        gone: list[Sent] = []
+        for begin in range(0, len(sent), _REAPED_AT_ONCE):
+            by_node: dict[str, list[Sent]] = {}
+            for parcel in sent[begin : begin + _REAPED_AT_ONCE]:
+                by_node.setdefault(parcel.node_id, []).append(parcel)
+            try:
+                gone += self._router.run(self._parcels.gone(by_node))
+            except HiddenStateCacheError as error:
+                logger.debug("what was put can't be looked after: %s", error)
+                break
+        return gone
 
     def _drop_all(self, parcels: Iterable[tuple[ParcelName, bytes | None, str]]) -> tuple[int, bool]:
         """Drop parcels, given as to `Parcels.drop`, until one can't be asked for: how many, and whether all could."""
@@ -294,8 +328,6 @@ class HiddenStateCacheConnector(OmniConnectorBase):
         except HiddenStateCacheError as error:
             asked = False
             logger.debug("what was put can't be dropped: %s", error)
-        with self._lock:
-            self._counts["reclaimed"] += count
         return count, asked
 
     def _take(self, name: ParcelName, node_id: str, timeout_s: float) -> tuple[Any, int] | None:
@@ -343,15 +375,16 @@ class HiddenStateCacheConnector(OmniConnectorBase):
     def _name(self, key: str, route: tuple[str, str]) -> ParcelName:
         return ParcelName.of(self._namespace, *route, key)
 
-    def _forget(self, key: str, route: tuple[str, str]) -> None:
+    def _forget(self, name: ParcelName) -> None:
         with self._lock:
-            of_key = self._sent.get(key, {})
-            sent = of_key.pop(route, None)
-            self._num_sent -= sent is not None
-            if not of_key:
-                self._sent.pop(key, None)
+            sent = self._outbox.pop(name)
         if sent is not None:
             self._let_go([sent])
+
+    def _discard(self, sent: Sequence[Sent]) -> None:
+        """Have parcels dropped; those that are kept take no round trip."""
+        self._let_go(sent)
+        self._drop_all((parcel.name, parcel.generation, parcel.node_id) for parcel in sent if parcel.hold is None)
 
     def _let_go(self, sent: Iterable[Sent]) -> None:
         """End the holds that keep parcels: these go. Takes no lock, and calls nobody."""
@@ -366,6 +399,58 @@ class HiddenStateCacheConnector(OmniConnectorBase):
             is_news, self._in_trouble = not self._in_trouble, True
         if is_news:
             logger.warning("%s; further failures are counted, not logged, until a put succeeds", what)
+
+
+@dataclass(frozen=True, slots=True)
+class _Put:
+    key: str
+    sent: Sent
+    at_s: float
+
+
+class _Outbox:
+    """What a connector has put and doesn't know to be gone: one parcel per name, oldest first. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._puts: OrderedDict[ParcelName, _Put] = OrderedDict()
+        self._of_key: dict[str, set[ParcelName]] = {}
+
+    def __len__(self) -> int:
+        return len(self._puts)
+
+    def __iter__(self) -> Iterator[Sent]:
+        return (put.sent for put in self._puts.values())
+
+    def add(self, key: str, sent: Sent) -> Sent | None:
+        """Add what was put now; what it replaces."""
+        replaced = self.pop(sent.name)
+        self._puts[sent.name] = _Put(key, sent, time.monotonic())
+        self._of_key.setdefault(key, set()).add(sent.name)
+        return replaced
+
+    def pop(self, name: ParcelName, only: Sent | None = None) -> Sent | None:
+        """Take one out; if `only` is given, that one and not its successor."""
+        put = self._puts.get(name)
+        if put is None or (only is not None and only != put.sent):
+            return None
+        del self._puts[name]
+        of_key = self._of_key[put.key]
+        of_key.remove(name)
+        if not of_key:
+            del self._of_key[put.key]
+        return put.sent
+
+    def pop_key(self, key: str) -> list[Sent]:
+        """Take out those of a key, of whatever route."""
+        return [sent for name in list(self._of_key.get(key, ())) if (sent := self.pop(name))]
+
+    def pop_older(self, age_s: float) -> list[Sent]:
+        """Take out those that were put longer ago than that."""
+        before, older = time.monotonic() - age_s, []
+        while (put := next(iter(self._puts.values()), None)) and put.at_s < before:
+            older.append(put.sent)
+            self.pop(put.sent.name)
+        return older
 
 
 def register() -> None:
@@ -389,23 +474,24 @@ def _settings(config: Any) -> dict[str, Any]:
         raise InvalidInputError(f"config: got {type(config).__name__}, expected a mapping")
     given = dict(config or {})
     nested = given.get("extra")
-    settings = {
-        "service": "default",
-        "address": None,
-        "namespace": "",
-        "timeout_s": None,
-        "config": None,
-        **given,
-        **(nested if isinstance(nested, Mapping) else {}),
-    }
+    given |= nested if isinstance(nested, Mapping) else {}
+    for key in given.keys() - _DEFAULTS.keys():
+        near = difflib.get_close_matches(str(key).lower(), _DEFAULTS, n=1, cutoff=_NEAR_MISS)
+        if near:
+            raise ConfigError(
+                f"unknown key {key!r} in the connector's settings; did you mean {near[0]!r}? "
+                f"(known keys: {', '.join(sorted(_DEFAULTS))})"
+            )
+    settings = {**_DEFAULTS, **given}
     for name, optional in (("service", False), ("namespace", False), ("address", True)):
         if not isinstance(settings[name], str) and not (optional and settings[name] is None):
             raise InvalidInputError(f"{name}: got {settings[name]!r}, expected str")
-    timeout_s = settings["timeout_s"]
-    if timeout_s is not None and (isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float)):
-        raise InvalidInputError(f"timeout_s: got {timeout_s!r}, expected seconds")
-    if timeout_s is not None and not 0 < timeout_s < float("inf"):
-        raise InvalidInputError(f"timeout_s: got {timeout_s}, expected above 0")
+    for name in ("timeout_s", "ttl_s"):
+        seconds = settings[name]
+        if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, int | float)):
+            raise InvalidInputError(f"{name}: got {seconds!r}, expected seconds")
+        if seconds is not None and not 0 < seconds < float("inf"):
+            raise InvalidInputError(f"{name}: got {seconds}, expected above 0")
     return settings
 
 

@@ -360,6 +360,19 @@ def test_what_others_have_taken_is_forgotten(here: HiddenStateCacheConnector, se
     assert (here.health()["reclaimed"], here.health()["status"]) == (150, "healthy")
 
 
+def test_what_nobody_takes_is_dropped(service: str) -> None:
+    with connector(service, ttl_s=0.1) as made, connector(service) as receiver:
+        assert made.put("0", "1", "aborted", torch.zeros(1000))[0]
+
+        def expired() -> bool:
+            made.put("0", "1", "alive", 1)
+            return bool(made.health()["expired"])
+
+        wait_until(expired, "it has expired")
+        wait_until(lambda: store_on(service, this_node()).num_kept == 1, "it is gone")
+        assert receiver.get("0", "1", "aborted") is None
+
+
 def test_between_processes_of_a_node(service: str, processes: Processes) -> None:
     producer, consumer = (processes.stage(name, service, this_node()) for name in ("producer", "consumer"))
     gets = ray.get(consumer.health.remote())["gets"]

@@ -6,19 +6,20 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
-from hs_cache.errors import ServiceTimeoutError
+from hs_cache.errors import ConfigError, InvalidInputError, ServiceTimeoutError
 from hs_cache.integrations import vllm_omni
 from hs_cache.integrations.vllm_omni import CONNECTOR_NAME, HiddenStateCacheConnector
 from hs_cache.leases import this_process
-from tests.direct import REPOSITORY, DirectCache, Node, lost_call, lost_reply
+from tests.direct import REPOSITORY, Clock, DirectCache, Node, lost_call, lost_reply
 
 BASE = """
 from abc import ABC, abstractmethod
@@ -146,6 +147,86 @@ def test_the_documented_configuration_is_one() -> None:
     assert set(used) == set(connectors)
 
 
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [
+        ("namspace", "namespace"),
+        ("name_space", "namespace"),
+        ("Namespace", "namespace"),
+        ("adress", "address"),
+        ("timout_s", "timeout_s"),
+        ("timeout", "timeout_s"),
+        ("ttl-s", "ttl_s"),
+        ("services", "service"),
+        ("confg", "config"),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_misspelt_setting_is_refused(typo: str, meant: str, nested: bool) -> None:
+    settings = {"stage_id": 0, typo: "x"}
+    with pytest.raises(ConfigError, match=f"unknown key '{typo}' .*did you mean '{meant}'"):
+        HiddenStateCacheConnector({"extra": settings} if nested else settings)
+
+
+def test_settings_of_vllm_omni_and_its_own_connectors_are_ignored() -> None:
+    theirs = [
+        "role",
+        "from_stage",
+        "to_stage",
+        "stage_id",
+        "extra",
+        "outgoing",
+        "host",
+        "port",
+        "zmq_port",
+        "sender_host",
+        "sender_zmq_port",
+        "rank_mapping",
+        "wakeup_scope",
+        "metadata_server",
+        "master",
+        "segment",
+        "localbuf",
+        "proto",
+        "protocol",
+        "device_name",
+        "memory_pool_size",
+        "memory_pool_device",
+        "backends",
+        "num_threads",
+        "agent_name",
+        "receive_device",
+        "memory_type",
+        "lease_seconds",
+        "transfer_timeout_s",
+        "poll_interval_s",
+        "handshake_timeout_ms",
+        "metadata_query_timeout_ms",
+        "handshake_max_wait_s",
+        "handshake_retry_s",
+        "get_sub_timeout_ms",
+        "shm_threshold_bytes",
+        "connector_get_sleep_s",
+        "connector_get_max_wait",
+        "codec_streaming",
+        "codec_chunk_frames",
+        "name",
+        "server",
+        "device",
+    ]
+    settings = vllm_omni._settings({**dict.fromkeys(theirs), "extra": {**dict.fromkeys(theirs), "namespace": "blue"}})
+    assert settings["namespace"] == "blue"
+
+
+@pytest.mark.parametrize("name", ["timeout_s", "ttl_s"])
+@pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), True, "1"])
+def test_seconds_are_seconds(name: str, value: Any) -> None:
+    with pytest.raises(InvalidInputError, match=f"{name}: got {value!r}"):
+        vllm_omni._settings({name: value})
+    assert vllm_omni._settings({name: None})[name] is None
+    assert vllm_omni._settings({name: 1})[name] == 1
+
+
 class DirectRouter:
     """Carries operations out against servers in this process."""
 
@@ -173,15 +254,38 @@ def node() -> Node:
 
 
 @pytest.fixture
-def connector(node: Node, monkeypatch: pytest.MonkeyPatch) -> Iterator[HiddenStateCacheConnector]:
-    monkeypatch.setattr(vllm_omni, "connect", lambda config, *, service: DirectClient(DirectCache(node)))
-    made = HiddenStateCacheConnector()
-    yield made
-    made.close()
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The connectors' time."""
+    clock = Clock()
+    monkeypatch.setattr(vllm_omni, "time", clock)
+    return clock
+
+
+Make = Callable[..., HiddenStateCacheConnector]
+
+
+@pytest.fixture
+def make(node: Node, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """``make(far=False, **settings)``: a connector, whose node may be another one."""
+    made = []
+
+    def make(far: bool = False, **settings: Any) -> HiddenStateCacheConnector:
+        monkeypatch.setattr(vllm_omni, "connect", lambda config, *, service: DirectClient(DirectCache(node, far=far)))
+        made.append(HiddenStateCacheConnector(settings))
+        return made[-1]
+
+    yield make
+    for connector in made:
+        connector.close()
     node.unreachable = False
     this_process().releaser.flush()
     stats = node.settled()
     assert (stats.num_kept, stats.num_chunks, stats.free_bytes) == (0, 0, stats.capacity_bytes)
+
+
+@pytest.fixture
+def connector(make: Make) -> HiddenStateCacheConnector:
+    return make()
 
 
 def faults(connector: HiddenStateCacheConnector) -> Any:
@@ -266,3 +370,68 @@ def test_a_timeout_within_a_deadline_is_no_error(connector: HiddenStateCacheConn
 def test_one_that_was_never_finished_can_be_collected() -> None:
     made = HiddenStateCacheConnector.__new__(HiddenStateCacheConnector)
     made.__del__()
+
+
+@pytest.mark.parametrize("by", ["put", "reap_consumed"])
+@pytest.mark.parametrize("far", [False, True], ids=["kept", "kept by nobody"])
+def test_what_nobody_takes_expires(
+    make: Make, clock: Clock, caplog: pytest.LogCaptureFixture, far: bool, by: str
+) -> None:
+    producer, consumer = make(far), make()
+    for key in ("aborted", "taken", "put again"):
+        producer.put("0", "1", key, key)
+    producer.put("0", "2", "aborted", "on another route")
+    assert consumer.get("0", "1", "taken") is not None
+    clock.advance(400)
+    producer.put("0", "1", "put again", "put again")
+    producer.put("0", "1", "waits", "waits")
+    clock.advance(201)
+    assert (producer.health()["outstanding"], producer.health()["expired"]) == (5, 0)
+    if by == "put":
+        producer.put("0", "1", "last", "last")
+    else:
+        producer.reap_consumed()
+    this_process().releaser.flush()
+    assert (producer.health()["outstanding"], producer.health()["expired"]) == (3 if by == "put" else 2, 2)
+    assert caplog.text.count("nobody took 2 payloads within 600 s") == 1
+    assert consumer.get("0", "1", "aborted") is consumer.get("0", "2", "aborted") is None
+    for key in ("put again", "waits"):
+        assert consumer.get("0", "1", key) == (key, consumer.health()["bytes_got"] // consumer.health()["gets"])
+    consumer.get("0", "1", "last")
+
+
+def test_a_put_finds_the_room_of_what_has_expired(make: Make, node: Node, clock: Clock) -> None:
+    connector, patient = make(ttl_s=5), make(ttl_s=None, namespace="patient")
+    rows = torch.zeros(int(0.4 * node.server.store.stats().capacity_bytes), dtype=torch.uint8)
+    assert patient.put("0", "1", "stays", rows)[0]
+    assert connector.put("0", "1", "aborted", rows)[0]
+    assert not connector.put("0", "1", "k", rows)[0]
+    clock.advance(4.9)
+    assert not connector.put("0", "1", "k", rows)[0]
+    clock.advance(0.2)
+    assert connector.put("0", "1", "k", rows)[0]
+    clock.advance(1e6)
+    patient.reap_consumed()
+    assert patient.get("0", "1", "stays") is not None
+    assert (connector.health()["expired"], patient.health()["expired"]) == (1, 0)
+
+
+def test_what_expires_while_the_node_is_unreachable_goes_when_it_is_back(
+    connector: HiddenStateCacheConnector, node: Node, clock: Clock
+) -> None:
+    connector.put("0", "1", "aborted", 1)
+    clock.advance(601)
+    node.unreachable = True
+    assert connector.put("0", "1", "k", 2) == (False, 0, None)
+    assert connector.health()["outstanding"] == 0
+    node.unreachable = False
+    assert connector.put("0", "1", "k", 2)[0]
+    assert connector.get("0", "1", "aborted") is None
+
+
+def test_cleanup_reaches_more_routes_than_are_remembered(connector: HiddenStateCacheConnector) -> None:
+    for stage in range(2 * vllm_omni._MAX_ROUTES):
+        connector.put("0", str(stage), "k", stage)
+    assert connector.cleanup("k") is True
+    assert connector.health()["reclaimed"] == 2 * vllm_omni._MAX_ROUTES
+    assert connector.get("0", "0", "k") is None
