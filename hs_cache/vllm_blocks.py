@@ -5,26 +5,32 @@ Pure logic; nothing here waits or reads. What the table can't be sure of is *unk
 * A chunk is *present* while all of its blocks are there, *absent* once an event said that one of them is gone, else
   unknown. Nothing is absent because it was never heard of.
 * A block is there while any medium has it. Engines tell a block once for each copy, but don't all tell of each copy's
-  end: where a copy of several was removed, whether the others are still there is unknown until the last one was, or a
-  new one came.
+  end: where a copy of several was removed, or one that was never told of, whether the others are still there is unknown
+  until the last one was removed, or a new one came.
 * Of several KV cache groups only those of full attention decide (`FULL_ATTENTION`), and a block must be there in all of
   these. A sliding window gives blocks up while they are still of use, so its groups are not listened to.
-* What can't be named, or contradicts what was told before, is rejected: nothing is known of those blocks, nor of those
-  that continue them. They are never taken for something else.
-* An event without tokens (an offloading tier's) counts for blocks that are known. A tier whose blocks are larger than
-  the engine's tells of the last one of each only, so the others are absent as soon as the engine gives them up.
+* A hash stands for one content, as it does in the engine. An event without tokens, or without what else made its blocks
+  (`extra_keys`; an offloading tier's), counts for blocks that are known.
+* What can't be named is rejected: nothing is known of those blocks, nor of what continues them, and an older absence of
+  them is out of date. Of a block that is known it may be another copy. They are never taken for something else.
+* A tier whose blocks are larger than the engine's tells of the last one of each only, so the others are absent as soon
+  as the engine gives them up.
+
+Blocks share a `_Copies` with all of which the same was told. That a tier was cleared is said to a few of these, however
+many blocks there are, and chunks are counted there, by their last blocks, which engines give up first.
 """
 
 import logging
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from hs_cache.errors import InvalidInputError
 from hs_cache.kv_presence import Presence
 from hs_cache.vllm_names import HEAD_BYTES, Item, chunk_name, first_name, identifier
-from hs_cache.vllm_wire import Batch, BlockHash, Cleared, Removed, Stored
+from hs_cache.vllm_wire import Batch, BlockHash, Removed, Stored
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +39,13 @@ FULL_ATTENTION = frozenset({None, "full_attention", "mla_attention", "sink_full_
 
 _TOKEN_BYTES = 8
 _PAIR = 2
-_MAX_SHARED = 1024
+_SWEPT = 2
+"""How many blocks that a cleared tier had go for each one that is stored: faster than these come."""
 
 
 @dataclass(frozen=True)
 class TableStatistics:
-    """A `BlockTable` at one moment: chunks by state, and what it was told."""
+    """A `BlockTable` at one moment: chunks by the state of their last block, and what it was told."""
 
     present: int
     absent: int
@@ -50,8 +57,23 @@ class TableStatistics:
     rejected_blocks_total: int
 
 
-_Copies: TypeAlias = tuple[tuple[tuple[int, str | None], int], ...]
-"""Of a block by (group, medium): how many, 0 after the last was removed, negative where there may be fewer."""
+_Copy: TypeAlias = tuple[int | None, str | None]
+"""Group and medium; None matches any."""
+
+_Told: TypeAlias = tuple[tuple[_Copy, int], ...]
+"""Of a block by copy: how many, 0 after the last was removed, negative where there may be fewer."""
+
+
+@dataclass(slots=True, eq=False)
+class _Copies:
+    """What was told of some blocks, the same of each."""
+
+    told: _Told
+    state: Presence = Presence.UNKNOWN  # what `told` adds up to
+    gone: bool = False  # no medium has these blocks
+    changed: int = 0  # for all of them at once
+    blocks: int = 0
+    ends: int = 0  # blocks that are the last of a chunk
 
 
 @dataclass(slots=True, eq=False)
@@ -64,16 +86,18 @@ class _Block:
     items: tuple[Item, ...]
     lora: str
     before: bytes  # the name of the chunk before its own
+    copies: _Copies
     name: bytes = b""  # of the chunk that it completes
-    copies: _Copies = ()
-    state: Presence = Presence.UNKNOWN  # what `copies` add up to
     changed: int = 0
-    in_doubt: bool = False
+
+    def since(self) -> int:
+        """When its state was told."""
+        return max(self.changed, self.copies.changed)
 
 
 @dataclass(slots=True, eq=False)
 class _Chunk:
-    """A listed chunk: its blocks, or none since it went at `gone`; `noted` is when rows were last stored for it."""
+    """A listed chunk: its blocks, or the last one since that went at `gone`; `noted` is when rows were last stored."""
 
     blocks: tuple[BlockHash, ...]
     gone: int = 0
@@ -86,7 +110,7 @@ class BlockTable:
     Args:
         source: for the log.
         model: the engine's, as clients call it.
-        chunk_size: tokens per chunk; unless it is a multiple of `block_size`, everything stays unknown.
+        chunk_size: tokens per chunk, a multiple of `block_size`.
         block_size: tokens per block.
         capacity: chunks remembered. Those longest not told of nor asked for are forgotten, and unknown from then on.
         extra_keys: ``auto``, ``offsets`` or ``none``, see `hs_cache.config.KVEventsSource`.
@@ -95,35 +119,30 @@ class BlockTable:
     def __init__(
         self, source: str, *, model: str, chunk_size: int, block_size: int, capacity: int, extra_keys: str = "auto"
     ) -> None:
+        if chunk_size % block_size:
+            raise InvalidInputError(f"chunk_size: got {chunk_size}, expected a multiple of block_size {block_size}")
         self._source, self._model = source, model
         self._block_size = block_size
         self._blocks_per_chunk = chunk_size // block_size
-        self._usable = chunk_size % block_size == 0
         self._capacity = capacity
         self._extra_keys = extra_keys
         self._tells_offsets = extra_keys == "offsets"
         self._lock = threading.Lock()
-        self._blocks: OrderedDict[BlockHash, _Block] = OrderedDict()
-        self._chunks: OrderedDict[bytes, _Chunk] = OrderedDict()
-        self._removed: OrderedDict[BlockHash, int] = OrderedDict()  # blocks that no medium has, and since when
-        self._copies: dict[_Copies, _Copies] = {}  # blocks share what is the same for most of them
-        self._groups: set[int] = set()
+        self._groups: set[int | None] = set()
+        self._other_groups: set[int | None] = set()
         self._suspended = True
-        self._complete = False
         self._now = 0
         self._events = self._ignored = self._rejected = 0
         self._warned: set[str] = set()
-        if not self._usable:
-            self._warn(
-                "size",
-                f"has blocks of {block_size} tokens, and chunk_size {chunk_size} is no multiple, so all KV is unknown",
-            )
+        self._forget()
 
     def begin(self) -> None:
         """An engine that has stored nothing yet: from here on everything it has is known."""
         with self._lock:
             self._complete, self._suspended = True, False
             self._tells_offsets = self._extra_keys == "offsets"
+            self._groups.clear()
+            self._other_groups.clear()
 
     def resume(self) -> None:
         """What is known counts (again)."""
@@ -138,17 +157,14 @@ class BlockTable:
     def forget(self) -> None:
         """Everything that was known is unknown; new events count."""
         with self._lock:
-            self._blocks.clear()
-            self._removed.clear()
-            self._chunks.clear()
-            self._groups.clear()
-            self._complete, self._suspended = False, False
+            self._forget()
+            self._suspended = False
 
     def clear(self) -> None:
         """The engine has nothing any more: all that is listed is absent."""
         with self._lock:
             self._now += 1
-            self._clear()
+            self._clear(None)
 
     def apply(self, batch: Batch) -> None:
         """Take in what happened, in order; atomic for those who ask."""
@@ -159,14 +175,12 @@ class BlockTable:
             for event in batch.events:
                 self._now += 1
                 self._events += 1
-                if not self._usable:
-                    continue
                 if isinstance(event, Stored):
                     self._store(event)
                 elif isinstance(event, Removed):
                     self._remove(event)
                 else:
-                    self._cleared(event)
+                    self._clear(event.medium)
 
     def note_stored(self, names: Iterable[bytes]) -> None:
         """Rows of these chunks are being stored: what was heard of their absence so far is out of date."""
@@ -182,27 +196,38 @@ class BlockTable:
         What is asked for is in use, and so not forgotten next, its head last.
         """
         with self._lock:
-            if self._suspended or not self._usable:
+            if self._suspended:
                 return [Presence.UNKNOWN] * len(names)
             for name in reversed(names):
                 self._touch(name)
             return [self._answer(name) for name in names]
 
     def stats(self) -> TableStatistics:
-        """Counts, under the lock; O(blocks)."""
+        """Counts, under the lock for a moment, however many there are."""
         with self._lock:
-            known = self._usable and not self._suspended
-            count = Counter(self._state(chunk) if known else Presence.UNKNOWN for chunk in self._chunks.values())
+            present = sum(copies.ends for copies in self._kinds if copies.state is Presence.PRESENT)
+            absent = sum(copies.ends for copies in self._kinds if copies.state is Presence.ABSENT) + len(self._gone)
+            if self._suspended:
+                present = absent = 0
             return TableStatistics(
-                present=count[Presence.PRESENT],
-                absent=count[Presence.ABSENT],
-                unknown=count[Presence.UNKNOWN],
-                blocks=len(self._blocks),
+                present=present,
+                absent=absent,
+                unknown=len(self._chunks) - present - absent,
+                blocks=sum(copies.blocks for copies in self._kinds if not copies.gone),
                 complete=self._complete,
                 events_total=self._events,
                 ignored_total=self._ignored,
                 rejected_blocks_total=self._rejected,
             )
+
+    def _forget(self) -> None:
+        self._blocks: OrderedDict[BlockHash, _Block] = OrderedDict()
+        self._removed: OrderedDict[BlockHash, int] = OrderedDict()  # other than last blocks, and when they went
+        self._chunks: OrderedDict[bytes, _Chunk] = OrderedDict()
+        self._gone: dict[BlockHash, bytes] = {}  # last blocks that went, and the names of their chunks
+        self._kinds: set[_Copies] = set()
+        self._by_told: dict[_Told, _Copies] = {}
+        self._complete = False
 
     def _find(self, name: bytes) -> _Chunk | None:
         # A chunk with items whose starts weren't told is listed by its head.
@@ -224,136 +249,120 @@ class BlockTable:
         return self._state(chunk)
 
     def _state(self, chunk: _Chunk) -> Presence:
-        if not chunk.blocks:
+        if chunk.gone:
             return Presence.ABSENT if chunk.gone > chunk.noted else Presence.UNKNOWN
         answer = Presence.PRESENT
         for block_hash in chunk.blocks:
             block = self._blocks.get(block_hash)
             if block is not None:
-                state, changed = block.state, block.changed
+                state, since = block.copies.state, block.since()
             else:
-                changed = self._removed.get(block_hash, 0)
-                state = Presence.ABSENT if changed else Presence.UNKNOWN
+                since = self._removed.get(block_hash, 0)
+                state = Presence.ABSENT if since else Presence.UNKNOWN
             if state is Presence.ABSENT:
                 # Older than the last store of rows, it tells of KV that has been written anew since.
-                if changed > chunk.noted:
+                if since > chunk.noted:
                     return Presence.ABSENT
                 answer = Presence.UNKNOWN
             elif state is Presence.UNKNOWN:
                 answer = Presence.UNKNOWN
         return answer
 
-    def _added_up(self, block: _Block) -> Presence:
-        if block.in_doubt:
-            return Presence.UNKNOWN
-        answer = Presence.PRESENT
-        for group in self._groups:
-            counts = [count for (of, _), count in block.copies if of == group]
-            if counts and not any(counts):
-                return Presence.ABSENT
-            if not any(count > 0 for count in counts):
-                answer = Presence.UNKNOWN
-        return answer
-
     def _store(self, event: Stored) -> None:
         if event.kind not in FULL_ATTENTION:
+            self._other_groups.add(event.group)
             return
-        count = len(event.hashes)
         if not event.tokens:
-            self._store_more(event)
+            for block_hash in event.hashes:
+                self._take(block_hash, self._live(block_hash), event)
             return
         if event.group not in self._groups:
             self._groups.add(event.group)
-            for block in self._blocks.values():
-                block.state = self._added_up(block)
+            for copies in self._kinds:
+                copies.state = self._added_up(copies.told)
+        block_bytes = self._block_size * _TOKEN_BYTES
         if event.block_size != self._block_size:
             self._warn("size", f"has blocks of {event.block_size} tokens, not of {self._block_size} as configured")
-            self._reject(event.hashes)
-            return
-        extra_keys = self._told_extra_keys(event, count)
-        block_bytes = self._block_size * _TOKEN_BYTES
-        if extra_keys is None or len(event.tokens) != count * block_bytes:
-            self._reject(event.hashes)
-            return
+        whole = event.block_size == self._block_size and len(event.tokens) == len(event.hashes) * block_bytes
+        extra_keys = self._told_extra_keys(event)
         parent = event.parent
         for i, block_hash in enumerate(event.hashes):
-            tokens = event.tokens[i * block_bytes : (i + 1) * block_bytes]
-            if not self._store_block(block_hash, parent, tokens, extra_keys[i], event):
-                self._reject(event.hashes[i:])
-                return
+            block = None
+            if whole:
+                tokens = event.tokens[i * block_bytes : (i + 1) * block_bytes]
+                if event.extra_keys is None:
+                    block = self._same_block(block_hash, parent, tokens, event)
+                if block is None and extra_keys is not None:
+                    block = self._named_block(block_hash, parent, tokens, extra_keys[i], event.lora_name or "")
+            self._take(block_hash, block, event)
             parent = block_hash
 
-    def _store_more(self, event: Stored) -> None:
-        for block_hash in event.hashes:
-            block = self._blocks.get(block_hash)
-            if block is None:
-                self._complete = False
-            else:
-                self._add_copy(block_hash, block, event)
-
-    def _told_extra_keys(self, event: Stored, count: int) -> Sequence[Sequence[Any] | None] | None:
+    def _told_extra_keys(self, event: Stored) -> Sequence[Sequence[Any] | None] | None:
         """One entry per block; None where it can't be known what else made these blocks."""
         if event.lora_id is not None and not event.lora_name:
             self._warn("lora", "doesn't tell the names of its LoRA adapters, so KV of their requests is unknown")
             return None
         if event.extra_keys is not None:
-            return event.extra_keys if len(event.extra_keys) == count else None
+            return event.extra_keys if len(event.extra_keys) == len(event.hashes) else None
         if self._extra_keys != "none":
-            self._warn(
-                "extra keys",
-                "doesn't tell what prompts differ in besides tokens (extra_keys), so its KV is unknown. If it serves "
-                "neither salts nor multimodal prompts, say extra_keys: none for it in kv_events",
-            )
             return None
-        return [None if event.lora_name is None else (event.lora_name,)] * count
+        return [None if event.lora_name is None else (event.lora_name,)] * len(event.hashes)
 
-    def _store_block(
-        self, block_hash: BlockHash, parent: BlockHash | None, tokens: bytes, extra: Sequence[Any] | None, event: Stored
-    ) -> bool:
-        """Whether it could be named, and agrees with what was told before."""
-        known, above = self._blocks.get(block_hash), None if parent is None else self._blocks.get(parent)
-        lora = event.lora_name or ""
-        if parent is None:
-            index = 0
-        elif known is not None:
+    def _same_block(
+        self, block_hash: BlockHash, parent: BlockHash | None, tokens: bytes, event: Stored
+    ) -> _Block | None:
+        """A known block that is told of once more, without its extra keys."""
+        known = self._live(block_hash)
+        if known is None:
+            if self._extra_keys != "none":
+                self._warn(
+                    "extra keys",
+                    "tells of blocks without what prompts differ in besides tokens (extra_keys), so their KV is "
+                    "unknown. If it serves neither salts nor multimodal prompts, say extra_keys: none for it in "
+                    "kv_events",
+                )
+            return None
+        agrees = (known.parent, known.tokens) == (parent, tokens) and event.lora_name in (None, known.lora)
+        return known if agrees else None
+
+    def _named_block(
+        self, block_hash: BlockHash, parent: BlockHash | None, tokens: bytes, extra: Sequence[Any] | None, lora: str
+    ) -> _Block | None:
+        """The known block, or a new one; None if it can't be named."""
+        known, above = self._live(block_hash), None if parent is None else self._live(parent)
+        if known is not None:
             index = known.index
-        elif above is not None:
+        elif parent is None:
+            index = 0
+        elif above is not None and above.lora == lora:
             index = above.index + 1
         else:
-            return False
+            return None
         read = self._read_extra(extra, lora, index)
         if read is None:
-            return False
+            return None
         items, salt = read
         before = self._before(above, lora, salt) if known is None or parent is None else known.before
         if known is None:
-            if not before or (above is not None and (above.in_doubt or above.lora != lora)):
-                return False
-            known = _Block(parent, index, tokens, items, lora, before)
-            if (index + 1) % self._blocks_per_chunk == 0 and not self._complete_chunk(block_hash, known):
-                return False
-            self._blocks[block_hash] = known
+            block = _Block(parent, index, tokens, items, lora, before, self._copies(()))
+            if (index + 1) % self._blocks_per_chunk == 0 and not self._list_chunk(block_hash, block):
+                return None
+            self._blocks[block_hash] = block
             self._removed.pop(block_hash, None)
-        elif known.in_doubt or (known.parent, known.tokens, known.items, known.lora, known.before) != (
-            parent,
-            tokens,
-            items,
-            lora,
-            before,
-        ):
-            return False
-        elif known.name and known.name not in self._chunks:
-            self._complete_chunk(block_hash, known)
-        self._add_copy(block_hash, known, event)
-        self._limit()
-        return True
+            self._count(block, 1)
+            return block
+        told_before = (known.parent, known.tokens, known.items, known.lora, known.before)
+        if told_before == (parent, tokens, items, lora, before):
+            return known
+        self._warn("contents", "tells of one block hash with two contents, so nothing that it told counts any more")
+        self._forget()
+        return None
 
     def _before(self, above: _Block | None, lora: str, salt: str) -> bytes:
-        """The name of the chunk before that of a block, b"" if that has none."""
+        """The name of the chunk before that of a block."""
         if above is None:
             return first_name(self._model, lora, salt, self._block_size)
-        ends_chunk = (above.index + 1) % self._blocks_per_chunk == 0
-        return above.name if ends_chunk else above.before
+        return above.name or above.before
 
     def _read_extra(self, extra: Sequence[Any] | None, lora: str, index: int) -> tuple[tuple[Item, ...], str] | None:
         """The multimodal items of a block and the salt; None for what can't be told.
@@ -390,12 +399,12 @@ class BlockTable:
             return None
         return tuple((identifier(text), None) for text in texts), ""
 
-    def _complete_chunk(self, block_hash: BlockHash, last: _Block) -> bool:
+    def _list_chunk(self, block_hash: BlockHash, last: _Block) -> bool:
         """List the chunk that ends with `last`; whether all of it is known."""
         hashes, blocks = [block_hash], [last]
         while len(blocks) < self._blocks_per_chunk:
             parent = blocks[-1].parent
-            above = None if parent is None else self._blocks.get(parent)
+            above = None if parent is None else self._live(parent)
             if parent is None or above is None:
                 return False
             hashes.append(parent)
@@ -404,91 +413,162 @@ class BlockTable:
         blocks.reverse()
         media = {at: block.items for at, block in enumerate(blocks) if block.items}
         last.name = chunk_name(last.before, b"".join(block.tokens for block in blocks), media)
-        noted = self._chunks[last.name].noted if last.name in self._chunks else 0
-        self._chunks[last.name] = _Chunk(tuple(hashes), noted=noted)
-        self._chunks.move_to_end(last.name)
+        older = self._chunks.get(last.name)
+        if older is not None:
+            self._unlist(last.name)
+        self._chunks[last.name] = _Chunk(tuple(hashes), noted=0 if older is None else older.noted)
         return True
 
-    def _add_copy(self, block_hash: BlockHash, block: _Block, event: Stored) -> None:
-        copy = (event.group, event.medium)
-        copies = dict(block.copies)
-        self._changed(block, {**copies, copy: abs(copies.get(copy, 0)) + 1})
-        self._blocks.move_to_end(block_hash)
+    def _unlist(self, name: bytes) -> None:
+        """Forget a chunk, and its last block with it."""
+        last = self._chunks.pop(name).blocks[-1]
+        self._gone.pop(last, None)
+        block = self._blocks.pop(last, None)
+        if block is not None:
+            self._count(block, -1)
 
-    def _remove(self, event: Removed) -> None:
-        for block_hash in event.hashes:
-            block = self._blocks.get(block_hash)
-            if block is not None:
-                # Where the medium is untold, it isn't known that another one still has it.
-                gone = {
-                    copy: 1 - abs(count)
-                    for copy, count in block.copies
-                    if copy[0] == event.group and event.medium in (None, copy[1]) and count
-                }
-                self._take_copies(block_hash, block, gone)
+    def _live(self, block_hash: BlockHash) -> _Block | None:
+        """A block that some medium has, or may have."""
+        block = self._blocks.get(block_hash)
+        if block is not None and block.copies.gone:
+            self._bury(block_hash, block)
+            return None
+        return block
 
-    def _cleared(self, event: Cleared) -> None:
-        if event.medium is None:
-            self._clear()
-            return
-        for block_hash, block in list(self._blocks.items()):
-            gone = {copy: 0 for copy, count in block.copies if copy[1] == event.medium and count}
-            self._take_copies(block_hash, block, gone)
-
-    def _take_copies(self, block_hash: BlockHash, block: _Block, gone: dict[tuple[int, str | None], int]) -> None:
-        if not gone:
-            return
-        copies = dict(block.copies) | gone
-        self._changed(block, copies)
-        if any(copies.values()) or block.in_doubt:
-            self._blocks.move_to_end(block_hash)
-            return
+    def _bury(self, block_hash: BlockHash, block: _Block) -> None:
+        """Of a block that no medium has only that is known, until it is told anew."""
         del self._blocks[block_hash]
-        self._removed[block_hash] = self._now
+        self._count(block, -1)
+        if block.name:
+            # Engines give up tails first. When the last block is stored again, the chunk is listed with all of them.
+            chunk = self._chunks[block.name]
+            chunk.blocks, chunk.gone = (block_hash,), block.since()
+            self._gone[block_hash] = block.name
+            return
+        self._removed[block_hash] = block.since()
         if len(self._removed) > self._capacity:
             self._removed.popitem(last=False)  # of a chunk that is still listed with it nothing is known then
-        chunk = self._chunks.get(block.name)
-        if chunk is not None:
-            # Engines give up tails first. When the last block is stored again, the chunk is listed with all of them.
-            chunk.blocks, chunk.gone = (), self._now
 
-    def _changed(self, block: _Block, copies: dict[tuple[int, str | None], int]) -> None:
-        if len(self._copies) > _MAX_SHARED:
-            self._copies.clear()
-        told = tuple(copies.items())
-        block.copies = self._copies.setdefault(told, told)
-        block.state = self._added_up(block)
-        block.changed = self._now
-
-    def _clear(self) -> None:
-        self._blocks.clear()
-        self._removed.clear()
-        self._groups.clear()
-        for chunk in self._chunks.values():
-            if chunk.blocks:
-                chunk.blocks, chunk.gone = (), self._now
-        self._complete = True
-
-    def _reject(self, hashes: Iterable[BlockHash]) -> None:
-        for block_hash in hashes:
+    def _take(self, block_hash: BlockHash, block: _Block | None, event: Stored) -> None:
+        """One more copy, for certain if it is told of `block`; otherwise it is rejected."""
+        sure = block is not None
+        if block is None:
             self._rejected += 1
-            block = self._blocks.get(block_hash)
-            if block is not None:
-                block.in_doubt, block.state = True, Presence.UNKNOWN
-        self._complete = False
+            self._complete = False
+            block = self._live(block_hash)
+        if block is None:
+            self._removed.pop(block_hash, None)
+            if block_hash in self._gone:
+                self._unlist(self._gone[block_hash])
+            return
+        copy, told = (event.group, event.medium), dict(block.copies.told)
+        count = abs(told.get(copy, 0)) + 1
+        self._tell(block, told | {copy: count if sure else -count})
+        self._blocks.move_to_end(block_hash)
+        if block.name:
+            self._chunks.move_to_end(block.name)
+        self._limit()
+
+    def _remove(self, event: Removed) -> None:
+        if event.group is not None and event.group in self._other_groups - self._groups:
+            return
+        for block_hash in event.hashes:
+            block = self._live(block_hash)
+            if block is None:
+                continue
+            told = dict(block.copies.told)
+            meant = [copy for copy in told if _same(copy[0], event.group) and _same(copy[1], event.medium)]
+            left = {copy: 1 - abs(told[copy]) if told[copy] else 0 for copy in meant}
+            # A copy that was never told of: there may be more, or it was one of these by another name.
+            self._tell(block, told | left if meant else {copy: -abs(count) for copy, count in told.items()})
+            if block.copies.gone:
+                self._bury(block_hash, block)
+            else:
+                self._blocks.move_to_end(block_hash)
+
+    def _clear(self, medium: str | None) -> None:
+        """One tier was cleared, or None: all of them."""
+        for copies in self._kinds:
+            told = tuple((copy, _after_clear(copy, count, medium)) for copy, count in copies.told)
+            if told != copies.told:
+                if self._by_told.get(copies.told) is copies:
+                    del self._by_told[copies.told]
+                self._set(copies, told)
+                copies.changed = self._now
+        if medium is None:
+            self._complete = True
+
+    def _copies(self, told: _Told) -> _Copies:
+        copies = self._by_told.get(told)
+        if copies is None:
+            copies = self._by_told[told] = _Copies(told)
+            self._kinds.add(copies)
+            self._set(copies, told)
+        return copies
+
+    def _set(self, copies: _Copies, told: _Told) -> None:
+        copies.told = told
+        copies.gone = not any(count for _, count in told)
+        copies.state = self._added_up(told)
+
+    def _added_up(self, told: _Told) -> Presence:
+        if not any(count for _, count in told):
+            return Presence.ABSENT
+        answer = Presence.PRESENT
+        for group in self._groups:
+            counts = [count for (of, _), count in told if _same(of, group)]
+            if counts and not any(counts):
+                return Presence.ABSENT
+            if not any(count > 0 for count in counts):
+                answer = Presence.UNKNOWN
+        return answer
+
+    def _tell(self, block: _Block, told: dict[_Copy, int]) -> None:
+        copies = self._copies(tuple(told.items()))
+        self._count(block, -1)
+        block.copies, block.changed = copies, self._now
+        self._count(block, 1)
+
+    def _count(self, block: _Block, by: int) -> None:
+        """A block comes to what it shares with others, or goes."""
+        copies = block.copies
+        copies.blocks += by
+        if block.name:
+            copies.ends += by
+        if not copies.blocks:
+            self._kinds.discard(copies)
+            if self._by_told.get(copies.told) is copies:
+                del self._by_told[copies.told]
 
     def _limit(self) -> None:
         while len(self._chunks) > self._capacity:
-            self._chunks.popitem(last=False)
+            self._unlist(next(iter(self._chunks)))
             self._complete = False
         while len(self._blocks) > self._capacity * self._blocks_per_chunk:
-            self._blocks.popitem(last=False)
+            _, block = self._blocks.popitem(last=False)
+            self._count(block, -1)
+            if block.name:
+                del self._chunks[block.name]
             self._complete = False
+        for _ in range(_SWEPT):
+            oldest = next(iter(self._blocks), None)
+            if oldest is None or self._live(oldest) is not None:
+                break
 
     def _warn(self, about: str, text: str) -> None:
         if about not in self._warned:
             self._warned.add(about)
             logger.warning("KV events: the engine at %s %s", self._source, text)
+
+
+def _same(one: int | str | None, other: int | str | None) -> bool:
+    return one is None or other is None or one == other
+
+
+def _after_clear(copy: _Copy, count: int, medium: str | None) -> int:
+    if medium is None or copy[1] == medium:
+        return 0
+    return -abs(count) if copy[1] is None else count
 
 
 def _is_pair(entry: object) -> bool:

@@ -49,7 +49,7 @@ class Stored:
     Attributes:
         tokens: little-endian int64, of all blocks; empty where an event doesn't tell them.
         extra_keys: one entry per block as it came; None where an event doesn't tell them.
-        group: KV cache group, 0 where an event tells none.
+        group: KV cache group; None where an event tells none.
     """
 
     hashes: tuple[BlockHash, ...]
@@ -60,17 +60,17 @@ class Stored:
     lora_name: str | None
     extra_keys: tuple[Sequence[Any] | None, ...] | None
     medium: str | None
-    group: int
+    group: int | None
     kind: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """``BlockRemoved``: blocks that `medium` of `group` no longer has."""
+    """``BlockRemoved``: blocks that `medium` of `group` no longer has; None where an event tells none."""
 
     hashes: tuple[BlockHash, ...]
     medium: str | None
-    group: int
+    group: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def read_batch(message: object) -> Batch:
         if kind == "BlockStored":
             events.append(_stored(found))
         elif kind == "BlockRemoved":
-            events.append(Removed(_hashes(found["block_hashes"]), _text("medium", found), _group(found)))
+            events.append(Removed(_hashes(found["block_hashes"]), _text("medium", found), _int("group_idx", found)))
         elif kind == "TierBlocksCleared" and found["medium"] is None:
             raise InvalidInputError("TierBlocksCleared: got no medium, expected its name")
         else:
@@ -138,7 +138,7 @@ def _stored(fields: dict[str, Any]) -> Stored:
         lora_name=_text("lora_name", fields),
         extra_keys=None if extra_keys is None else tuple(extra_keys),
         medium=_text("medium", fields),
-        group=_group(fields),
+        group=_int("group_idx", fields),
         kind=_text("kv_cache_spec_kind", fields),
     )
 
@@ -185,10 +185,6 @@ def _int(name: str, fields: dict[str, Any]) -> int | None:
     value = fields[name]
     _expect(name, value, int, type(None))
     return None if value is None else int(value)
-
-
-def _group(fields: dict[str, Any]) -> int:
-    return _int("group_idx", fields) or 0
 
 
 def _hash(value: object) -> BlockHash:

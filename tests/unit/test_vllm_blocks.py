@@ -2,14 +2,20 @@
 
 import logging
 import threading
+from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from hs_cache.errors import InvalidInputError
+from hs_cache.keys import KeySpace, normalise_token_ids
 from hs_cache.kv_presence import Presence
+from hs_cache.messages import split_keys
 from hs_cache.vllm_blocks import BlockTable
+from hs_cache.vllm_names import VLLMNaming
 from hs_cache.vllm_wire import read_batch
 from tests.vllm_engine import BLOCK, CHUNK, CLEARED, ask, block_of, names_of, remove, store, stored, tokens_of
 
@@ -189,24 +195,173 @@ def test_what_cant_be_taken_is_unknown_and_so_is_all_that_continues_it(reason: s
         stored([block_of("ab")], tokens_of("b"), None, block_size=BLOCK),
     ],
 )
-def test_a_hash_that_was_told_of_something_else_is_unknown(contradiction: dict[str, Any]) -> None:
+def test_a_hash_with_two_contents_makes_all_unknown_until_it_is_told_anew(contradiction: dict[str, Any]) -> None:
     table = make_table()
     tell(table, store("abcd"), contradiction)
-    assert ask(table, "abcd") == [UNKNOWN, PRESENT]
-    tell(table, store("ab"))
-    assert ask(table, "abcd") == [UNKNOWN, PRESENT]
-    tell(table, CLEARED, store("ab"))
+    assert ask(table, "abcd") == [UNKNOWN, UNKNOWN]
+    tell(table, store("abcd"))
+    assert ask(table, "abcd") == [PRESENT, PRESENT]
+
+
+def test_a_chunk_size_that_is_no_multiple_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="chunk_size: got 4, expected a multiple of block_size 3"):
+        make_table(block_size=3)
+
+
+@pytest.mark.parametrize("extra_keys", ["auto", "offsets", "none"])
+def test_an_offloading_tier_that_tells_no_extra_keys_has_copies_of_what_is_known(extra_keys: str) -> None:
+    table = make_table(extra_keys=extra_keys)
+    full = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+    tokens, spans = normalise_token_ids(tokens_of("abcd")), [(0, 2, "image")]
+    blob = VLLMNaming(KeySpace(model="m", chunk_size=CHUNK), BLOCK).names(b"", tokens, spans, CHUNK)
+    on_gpu = store("abcd", extra_keys=[[["image", 0]], None, None, None], **full)
+    gone = remove("abcd", "abc", "ab", "a", group_idx=0)
+    for event, state in (
+        (on_gpu, PRESENT),
+        (store("abcd", medium="CPU", extra_keys=None, **full), PRESENT),
+        (gone, PRESENT),
+        (on_gpu, PRESENT),
+        (gone | {"medium": "CPU"}, PRESENT),
+        (gone, ABSENT),
+    ):
+        tell(table, event)
+        assert table.presence(split_keys(blob)) == [state, state]
+
+
+def test_a_copy_told_without_extra_keys_counts_behind_one_that_is_not_known() -> None:
+    table = make_table()
+    tell(
+        table,
+        store("abcd"),
+        remove("b", "abc"),
+        store("abcd", medium="CPU", extra_keys=None),
+        remove("abcd", "ab", "a"),
+    )
     assert ask(table, "ab") == [PRESENT]
+    assert ask(table, "abcd") == [PRESENT, UNKNOWN], "abc may be there"
 
 
-def test_a_chunk_size_that_is_no_multiple_is_said_once_and_all_is_unknown(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        table = make_table(block_size=3)
-        tell(table, store("ab", block_size=3), store("abcd", block_size=3))
-    assert [record.getMessage() for record in caplog.records] == [
-        "KV events: the engine at test has blocks of 3 tokens, and chunk_size 4 is no multiple, so all KV is unknown"
-    ]
+@pytest.mark.parametrize("other", [{"token_ids": tokens_of("x")}, {"parent_block_hash": b"x"}, {"lora_name": "l"}])
+def test_a_copy_told_without_extra_keys_that_differs_is_none(other: dict[str, Any]) -> None:
+    table = make_table()
+    tell(table, store("ab"), store("ab", 1, medium="CPU", extra_keys=None) | other, remove("ab"))
     assert ask(table, "ab") == [UNKNOWN]
+
+
+LARGER = stored([block_of("abcd")], tokens_of("cd"), block_of("ab"), block_size=4, medium="CPU")
+
+
+def test_what_cant_be_taken_of_a_known_block_is_a_copy_that_may_be_there_until_it_is_removed() -> None:
+    table = make_table()
+    tell(table, store("abcd"), LARGER)
+    assert ask(table, "abcd") == [PRESENT, PRESENT], "the GPU has it still"
+    tell(table, remove("abcd"))
+    assert ask(table, "abcd") == [PRESENT, UNKNOWN]
+    tell(table, store("abcd"))
+    assert ask(table, "abcd") == [PRESENT, PRESENT]
+    tell(table, remove("abcd"), remove("abcd", medium="CPU"))
+    assert ask(table, "abcd") == [PRESENT, ABSENT]
+    tell(table, store("abcd"))
+    assert ask(table, "abcd") == [PRESENT, PRESENT]
+    tell(table, store("abcd", 3, token_ids=[1]))
+    assert ask(table, "abcd") == [PRESENT, UNKNOWN]
+    tell(table, CLEARED, store("abcd"))
+    assert ask(table, "abcd") == [PRESENT, PRESENT]
+
+
+def test_doubtful_blocks_leave_nothing_behind() -> None:
+    table = make_table()
+    for letter in map(chr, range(200, 300)):
+        larger = stored([block_of("a" + letter)], tokens_of("a" + letter), None, block_size=4, medium="CPU")
+        tell(table, store("a" + letter), larger, remove("a" + letter), remove("a" + letter, medium="CPU"))
+    assert table.stats().blocks == 1
+
+
+@pytest.mark.parametrize("reason", [*sorted(set(REJECTED) - {"an unknown parent"}), "no tokens"])
+def test_a_rejected_store_ends_the_absence_of_what_it_names(reason: str) -> None:
+    table = make_table()
+    event = REJECTED.get(reason, stored([block_of("abc"), block_of("abcd")], [], extra_keys=None))
+    tell(table, store("abcdef"), remove("abcdef", "abcde", "abcd", "abc"))
+    assert ask(table, "abcdef") == [PRESENT, ABSENT, ABSENT]
+    tell(table, event)
+    assert ask(table, "abcdef") == [PRESENT, UNKNOWN, ABSENT]
+    tell(table, store("abcd", 2), remove("abc"), event)
+    assert ask(table, "abcd")[1] == UNKNOWN, "a block in the middle"
+    tell(table, store("abcdef"), CLEARED, event)
+    assert ask(table, "abcdef") == [ABSENT, UNKNOWN, ABSENT]
+
+
+def test_a_group_or_medium_that_isnt_told_matches_any() -> None:
+    full = {"group_idx": 1, "kv_cache_spec_kind": "full_attention"}
+    for told, gone in (
+        (full, {}),
+        ({}, {"group_idx": 1}),
+        ({"medium": None}, {}),
+        ({}, {"medium": None}),
+    ):
+        table = make_table()
+        tell(table, store("ab", **told), remove("ab", **gone))
+        assert ask(table, "ab") == [ABSENT]
+
+
+@pytest.mark.parametrize("other", [{"medium": "gpu"}, {"group_idx": 2}])
+def test_the_removal_of_a_copy_that_was_never_told_of_makes_a_block_unknown(other: dict[str, Any]) -> None:
+    table = make_table()
+    tell(table, store("ab", group_idx=0), remove("ab", **other))
+    assert ask(table, "ab") == [UNKNOWN]
+    tell(table, store("ab", group_idx=0))
+    assert ask(table, "ab") == [PRESENT]
+    tell(table, remove("ab", **other), remove("ab", group_idx=0), remove("ab", group_idx=0))
+    assert ask(table, "ab") == [ABSENT]
+
+
+def test_a_medium_that_isnt_told_may_be_in_a_tier_that_is_cleared() -> None:
+    table = make_table()
+    tell(table, store("ab", medium=None), {"type": "TierBlocksCleared", "medium": "CPU"})
+    assert ask(table, "ab") == [UNKNOWN]
+
+
+def test_what_takes_long_with_many_blocks_is_said_to_what_they_share() -> None:
+    table = make_table(capacity=10_000)
+    for letter in map(chr, range(0x1000, 0x1000 + 2000)):
+        tell(table, store(letter + "b"), store(letter + "b", medium="CPU"))
+    touched = CountingBlocks(table._blocks)
+    table._blocks = touched
+    assert table.stats().present == 2000
+    tell(table, {"type": "TierBlocksCleared", "medium": "GPU"}, store("xy", group_idx=3), CLEARED)
+    assert table.stats().absent == 2001
+    assert touched.count < 50
+
+
+class CountingBlocks(OrderedDict[Any, Any]):
+    """How often it is asked for a block."""
+
+    count = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        self.count += 1
+        return super().__getitem__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self.count += 1
+        return super().get(key, default)
+
+    def __iter__(self) -> Iterator[Any]:
+        for key in super().__iter__():
+            self.count += 1
+            yield key
+
+
+def test_what_a_cleared_tier_had_goes_bit_by_bit() -> None:
+    table = make_table(capacity=1000)
+    for letter in map(chr, range(0x1000, 0x1000 + 300)):
+        tell(table, store(letter + "b"))
+    tell(table, CLEARED)
+    assert (table.stats().blocks, table.stats().absent) == (0, 300)
+    for letter in map(chr, range(0x2000, 0x2000 + 200)):
+        tell(table, store(letter + "b"))
+    assert len(table._blocks) == 400
+    assert (table.stats().present, table.stats().absent) == (200, 300)
 
 
 def test_each_kind_of_trouble_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -257,7 +412,7 @@ def test_an_engine_that_goes_on_for_long_leaves_no_blocks_behind() -> None:
     stats = table.stats()
     assert (stats.present, stats.absent, stats.blocks) == (0, 10, 0)
     assert len(table._removed) <= 10
-    assert len(table._copies) <= 3
+    assert len(table._kinds) <= 3
 
 
 def test_what_is_asked_for_is_not_forgotten() -> None:
@@ -312,7 +467,6 @@ class Machine(RuleBasedStateMachine):
         self.now = 0
         self.told: set[str] = set()  # blocks that are there or may be, by the prefix that they end
         self.removed: dict[str, int] = {}
-        self.doubtful: set[str] = set()
         self.copies: dict[tuple[str, str], tuple[int, bool]] = {}  # how many at most, and whether there is one for sure
         self.changed: dict[str, int] = {}
         self.gone: dict[str, int] = {}
@@ -323,8 +477,19 @@ class Machine(RuleBasedStateMachine):
         tell(self.table, *events)
         self.now += len(events)
 
-    def takes(self, prompt: str, known: int) -> bool:
-        return not known or (prompt[:known] in self.told and prompt[:known] not in self.doubtful)
+    def copied(self, block: str, medium: str, *, sure: bool = True) -> None:
+        count, _ = self.copies.get((block, medium), (0, False))
+        self.copies[block, medium] = (count + 1, sure)
+        self.changed[block] = self.now
+
+    def reject(self, block: str, medium: str) -> None:
+        self.complete = False
+        if block in self.told:
+            self.copied(block, medium, sure=False)
+        else:
+            self.removed.pop(block, None)
+            if self.gone.pop(block, None):
+                self.noted.pop(block, None)
 
     @rule(prompt=prompts, known=st.integers(0, 5), medium=media)
     def store(self, prompt: str, known: int, medium: str) -> None:
@@ -332,31 +497,43 @@ class Machine(RuleBasedStateMachine):
         self.event(store(prompt, known, medium=medium))
         for at in range(known, len(prompt)):
             block = prompt[: at + 1]
-            if block in self.doubtful or not (block in self.told or self.takes(prompt, at)):
-                self.doubtful |= {prompt[: i + 1] for i in range(at, len(prompt))} & self.told
-                self.complete = False
-                return
+            if block not in self.told and at and prompt[:at] not in self.told:
+                self.reject(block, medium)
+                continue
             self.told.add(block)
             self.removed.pop(block, None)
-            count, _ = self.copies.get((block, medium), (0, False))
-            self.copies[block, medium] = (count + 1, True)
-            self.changed[block] = self.now
+            self.copied(block, medium)
             if len(block) % 2 == 0:
                 self.gone.pop(block, None)
 
     @rule(prompt=prompts, medium=media)
     def offload(self, prompt: str, medium: str) -> None:
         self.event(stored([block_of(prompt)], [], medium=medium, extra_keys=None))
-        if prompt not in self.told:
-            self.complete = False
-            return
-        count, _ = self.copies.get((prompt, medium), (0, False))
-        self.copies[prompt, medium] = (count + 1, True)
-        self.changed[prompt] = self.now
+        if prompt in self.told:
+            self.copied(prompt, medium)
+        else:
+            self.reject(prompt, medium)
+
+    @rule(prompt=prompts, medium=media)
+    def offload_with_tokens(self, prompt: str, medium: str) -> None:
+        self.event(store(prompt, medium=medium, extra_keys=None))
+        for block in (prompt[: at + 1] for at in range(len(prompt))):
+            if block in self.told:
+                self.copied(block, medium)
+            else:
+                self.reject(block, medium)
+
+    @rule(prompt=prompts, medium=media)
+    def offload_larger_blocks(self, prompt: str, medium: str) -> None:
+        self.event(stored([block_of(prompt)], tokens_of(prompt[-1]), block_size=2 * BLOCK, medium=medium))
+        self.reject(prompt, medium)
 
     @rule(prompt=prompts, medium=media)
     def remove(self, prompt: str, medium: str) -> None:
         self.event(remove(prompt, medium=medium))
+        if prompt in self.told and (prompt, medium) not in self.copies:
+            self.copies |= {copy: (count, False) for copy, (count, _) in self.copies.items() if copy[0] == prompt}
+            return
         count, _ = self.copies.get((prompt, medium), (0, False))
         if count:
             self.copies[prompt, medium] = (count - 1, False)
@@ -366,7 +543,7 @@ class Machine(RuleBasedStateMachine):
     def drop(self, block: str) -> None:
         """Of a block that no medium has only that is known, until it is told anew."""
         copies = {copy: count for copy, (count, _) in self.copies.items() if copy[0] == block}
-        if block in self.told and block not in self.doubtful and copies and not any(copies.values()):
+        if block in self.told and copies and not any(copies.values()):
             for copy in copies:
                 del self.copies[copy]
             self.told.discard(block)
@@ -378,8 +555,7 @@ class Machine(RuleBasedStateMachine):
     def contradict(self, prompt: str) -> None:
         if prompt in self.told:
             self.event(store(prompt, len(prompt) - 1, token_ids=[-1, -1]))
-            self.doubtful.add(prompt)
-            self.complete = False
+            self.lose()
 
     @rule(medium=media)
     def clear_tier(self, medium: str) -> None:
@@ -397,7 +573,7 @@ class Machine(RuleBasedStateMachine):
             return
         self.event(CLEARED)
         self.gone |= {block: self.now for block in self.told if len(block) % 2 == 0}
-        for known in (self.told, self.doubtful, self.copies, self.removed):
+        for known in (self.told, self.copies, self.removed):
             known.clear()
         self.complete = True
 
@@ -406,7 +582,10 @@ class Machine(RuleBasedStateMachine):
         if seldom:
             return
         self.table.forget()
-        for known in (self.told, self.doubtful, self.copies, self.removed, self.gone, self.noted):
+        self.lose()
+
+    def lose(self) -> None:
+        for known in (self.told, self.copies, self.removed, self.gone, self.noted):
             known.clear()
         self.complete = False
 
@@ -420,7 +599,7 @@ class Machine(RuleBasedStateMachine):
         if block in self.removed:
             return ABSENT if self.removed[block] > noted else UNKNOWN
         copies = [copy for (of, _), copy in self.copies.items() if of == block]
-        if block in self.doubtful or not copies:
+        if not copies:
             return UNKNOWN
         if any(sure for _, sure in copies):
             return PRESENT

@@ -43,8 +43,10 @@ def test_every_form_says_the_same(form: Form) -> None:
 def test_an_old_release_tells_less() -> None:
     told = decode(msgspec.msgpack.encode([0.0, [["BlockStored", [1], None, [1, 2], 2, None], ["BlockRemoved", [1]]]]))
     assert told.events == (
-        Stored((1,), None, (1).to_bytes(8, "little") + (2).to_bytes(8, "little"), 2, None, None, None, None, 0, None),
-        Removed((1,), None, 0),
+        Stored(
+            (1,), None, (1).to_bytes(8, "little") + (2).to_bytes(8, "little"), 2, None, None, None, None, None, None
+        ),
+        Removed((1,), None, None),
     )
 
 
