@@ -17,6 +17,7 @@ This module is the only one that reads ``os.environ``.
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import logging
 import math
 import os
@@ -35,6 +36,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 
 from hs_cache.errors import ConfigError, InvalidInputError
 
@@ -118,6 +120,9 @@ class NodeRequirements(BaseModel):
         return self
 
 
+_ENDPOINT = "tcp://HOST:PORT, or ipc://PATH for a single rank"
+
+
 class KVEventsSource(BaseModel):
     """A vLLM engine on the cache's own node that publishes KV events (vLLM's ``--kv-events-config``).
 
@@ -135,19 +140,19 @@ class KVEventsSource(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    endpoint: Annotated[str, Field(strict=True)]
-    replay_endpoint: Annotated[str, Field(strict=True)] | None = None
-    topic: Annotated[str, Field(strict=True)] = ""
-    model: Annotated[str, Field(strict=True)] = ""
-    dp_ranks: Annotated[_Int, Field(ge=1, le=1024)] = 1
-    block_size: Annotated[_Int, Field(ge=1, le=_INT32_MAX)] = 16
-    extra_keys: Literal["auto", "offsets", "none"] = "auto"
+    endpoint: str = Field(strict=True, description=_ENDPOINT)
+    replay_endpoint: str | None = Field(None, strict=True, description=f"{_ENDPOINT}, or null")
+    topic: str = Field("", strict=True, description="text")
+    model: str = Field("", strict=True, description="text")
+    dp_ranks: _Int = Field(1, ge=1, le=1024, description="a whole number of ranks from 1 to 1024")
+    block_size: _Int = Field(16, ge=1, le=_INT32_MAX, description=f"a whole number of tokens from 1 to {_INT32_MAX}")
+    extra_keys: Literal["auto", "offsets", "none"] = Field("auto", description="'auto', 'offsets' or 'none'")
 
     @model_validator(mode="after")
     def _can_connect(self) -> KVEventsSource:
-        for endpoint in (self.endpoint, self.replay_endpoint):
+        for field, endpoint in (("endpoint", self.endpoint), ("replay_endpoint", self.replay_endpoint)):
             if endpoint is not None:
-                _check_endpoint(endpoint, self.dp_ranks)
+                _check_endpoint(field, endpoint, self.dp_ranks)
         return self
 
     def endpoints(self, rank: int) -> tuple[str, str | None]:
@@ -155,8 +160,17 @@ class KVEventsSource(BaseModel):
         replay = self.replay_endpoint
         return _of_rank(self.endpoint, rank), None if replay is None else _of_rank(replay, rank)
 
+    def is_on_this_node(self) -> bool:
+        """Whether `endpoint` means the node where it is used, whichever that is."""
+        scheme, _, rest = self.endpoint.partition("://")
+        host = rest.rpartition(":")[0].strip("[]")
+        try:
+            return scheme == "ipc" or host == "localhost" or ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            return False
 
-def _check_endpoint(endpoint: str, ranks: int) -> None:
+
+def _check_endpoint(field: str, endpoint: str, ranks: int) -> None:
     scheme, _, rest = endpoint.partition("://")
     host, _, port = rest.rpartition(":")
     if scheme == "tcp" and host and "*" not in host and port.isascii() and port.isdigit():
@@ -164,7 +178,7 @@ def _check_endpoint(endpoint: str, ranks: int) -> None:
             return
     elif scheme == "ipc" and rest and ranks == 1:
         return
-    raise ValueError(f"{endpoint!r} can't be connected to: expected tcp://HOST:PORT, or ipc://PATH for a single rank")
+    raise ValueError(f"{field}: got {endpoint!r}, expected {_ENDPOINT}")
 
 
 def _of_rank(endpoint: str, rank: int) -> str:
@@ -304,9 +318,19 @@ class CacheConfig(BaseModel):
     ) -> tuple[KVEventsSource, ...]:
         if not value and info.data.get("kv_source") == "vllm_events":
             raise ValueError("kv_source vllm_events needs at least one engine to listen to")
-        endpoints = [source.endpoints(rank)[0] for source in value for rank in range(source.dp_ranks)]
-        if len(set(endpoints)) < len(endpoints):
-            raise ValueError("two of them listen to the same endpoint")
+        kv_source, chunk_size = info.data.get("kv_source"), info.data.get("chunk_size")
+        for i, source in enumerate(value):
+            if kv_source == "vllm_events" and chunk_size is not None and chunk_size % source.block_size:
+                raise ValueError(
+                    f"kv_events[{i}].block_size is {source.block_size}, of which chunk_size {chunk_size} is no multiple"
+                )
+        taken: dict[str, str] = {}
+        for i, source in enumerate(value):
+            for rank in range(source.dp_ranks):
+                for field, endpoint in zip(("endpoint", "replay_endpoint"), source.endpoints(rank), strict=True):
+                    name = f"kv_events[{i}].{field}" + (f" of rank {rank}" if rank else "")
+                    if endpoint is not None and taken.setdefault(endpoint, name) != name:
+                        raise ValueError(f"{name} and {taken[endpoint]} are both {endpoint}")
         sizes = {(source.model, source.block_size) for source in value}
         if len(sizes) > len({model for model, _ in sizes}):
             raise ValueError("engines of one model need the same block_size, as it is part of how chunks are named")
@@ -468,28 +492,46 @@ def _refuse_unknown(
     unknown = [key for key in keys if key not in known]
     if not unknown:
         return
-    complaints = []
-    for key in unknown:
-        near = difflib.get_close_matches(str(key), [*known, *also_suggest], n=1)
-        complaints.append(f"unknown key {_shown(key)} in {origin}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    suggested = [*known, *also_suggest]
+    complaints = [_unknown_key(f"unknown key {_shown(key)} in {origin}", str(key), suggested) for key in unknown]
     raise ConfigError("; ".join(complaints) + f" (known keys: {', '.join(sorted(known))})")
 
 
 def _complaints(error: ValidationError, values: Mapping[str, Any], origins: Mapping[str, str]) -> list[str]:
-    """One sentence per wrong setting, in the order of the fields."""
-    reasons: dict[str, str] = {}
+    """One sentence per wrong setting, in the order of the fields; of a list of mappings one per wrong key."""
+    complaints: dict[str, str] = {}
     for detail in error.errors(include_url=False):
         name = str(detail["loc"][0])
         # Only our own validators know more than the field's description does.
         own = str(detail["ctx"]["error"]) if detail["type"] == "value_error" else ""
-        reasons[name] = reasons.get(name) or own
-    return [
-        f"{name}: got {_shown(values.get(name))}"
-        + (f" from {origins[name]}" if name in origins else "")
-        + f", expected {CacheConfig.model_fields[name].description}"
-        + (f": {reason}" if reason else "")
-        for name, reason in reasons.items()
-    ]
+        origin = f" from {origins[name]}" if name in origins else ""
+        where = ".".join([f"{name}[{detail['loc'][1]}]", *map(str, detail["loc"][2:3])]) if detail["loc"][1:] else name
+        if name == "kv_events" and where != name:
+            complaints.setdefault(where, _nested_complaint(detail, where, origin, own))
+        elif own or name not in complaints:
+            expected = CacheConfig.model_fields[name].description
+            complaints[name] = f"{name}: got {_shown(values.get(name))}{origin}, expected {expected}" + (
+                f": {own}" if own else ""
+            )
+    return list(complaints.values())
+
+
+def _nested_complaint(detail: ErrorDetails, where: str, origin: str, own: str) -> str:
+    """What is wrong with an entry of ``kv_events``, or with a key of it."""
+    entry, _, key = where.partition(".")
+    if own and not key:
+        return f"{entry}.{own}"
+    if detail["type"] == "extra_forbidden":
+        return _unknown_key(f"{entry}: unknown key {key!r}{origin}", key, KVEventsSource.model_fields)
+    if detail["type"] == "missing":
+        return f"{entry}: lacks the key {key!r}{origin}"
+    expected = KVEventsSource.model_fields[key].description if key else "a mapping"
+    return f"{where}: got {_shown(detail['input'])}{origin}, expected {expected}" + (f": {own}" if own else "")
+
+
+def _unknown_key(complaint: str, key: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(key, known, n=1)
+    return complaint + (f"; did you mean {near[0]!r}?" if near else "")
 
 
 def _shown(value: object) -> str:

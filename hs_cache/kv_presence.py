@@ -81,7 +81,11 @@ class KVSource(Protocol):
         ...
 
     def close(self) -> None:
-        """End threads and connections; idempotent."""
+        """End threads and connections; idempotent.
+
+        For a source that ends before its process. An actor ends with its process, often killed, so a source must leave
+        nothing behind without this either: its threads are daemons.
+        """
         ...
 
 

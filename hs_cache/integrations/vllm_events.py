@@ -32,7 +32,11 @@ except ImportError as error:
 
 logger = logging.getLogger(__name__)
 
-_QUEUED_BATCHES = 100_000  # as many as vLLM queues for a subscriber, before it drops what comes
+_QUEUED_BATCHES = 10_000  # as many as vLLM keeps for replay; what comes then waits at the engine
+_MAX_MESSAGE_BYTES = 16 * 2**20
+"""Of a batch, which is what one step of an engine did: some 10 bytes per token. ZeroMQ cuts a connection that brings
+more, as if the engine were gone."""
+
 _NUMBER_BYTES = 8
 _END = -1
 _POLL_MS = 100
@@ -76,6 +80,13 @@ class VLLMEventsSource:
     def __init__(self, config: CacheConfig) -> None:
         if not config.kv_events:
             raise ConfigError("kv_events: got none, expected at least one engine to listen to")
+        for source in config.kv_events:
+            if not source.is_on_this_node():
+                logger.warning(
+                    "KV events: %s is no loopback address, so on each node the KV of that one engine counts as the "
+                    "node's own",
+                    source.endpoint,
+                )
         ranks = [(source, rank) for source in config.kv_events for rank in range(source.dp_ranks)]
         self._context = zmq.Context()
         share = max(1, config.kv_index_capacity // len(ranks))
@@ -204,6 +215,7 @@ class _Listener(threading.Thread):
         try:
             subscriber.set(zmq.LINGER, 0)
             subscriber.set(zmq.RCVHWM, _QUEUED_BATCHES)
+            subscriber.set(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
             subscriber.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
             subscriber.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
             subscriber.set(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
@@ -281,6 +293,7 @@ class _Listener(threading.Thread):
         try:
             dealer.set(zmq.LINGER, 0)
             dealer.set(zmq.RCVHWM, _QUEUED_BATCHES)
+            dealer.set(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
             dealer.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
             dealer.connect(self._replay_endpoint)
             dealer.send_multipart([b"", start.to_bytes(_NUMBER_BYTES, "big")])

@@ -83,31 +83,65 @@ WRONG = [
     ("kv_index_capacity", 0),
     ("kv_index_capacity", 2.5),
     ("kv_events", 1),
-    ("kv_events", ["tcp://127.0.0.1:5557"]),
     ("kv_events", {"endpoint": "tcp://127.0.0.1:5557"}),
-    ("kv_events", [{}]),
-    ("kv_events", [{"endpoint": ""}]),
-    ("kv_events", [{"endpoint": 5557}]),
-    ("kv_events", [{"endpoint": "tcp://*:5557"}]),
-    ("kv_events", [{"endpoint": "tcp://127.0.0.1"}]),
-    ("kv_events", [{"endpoint": "tcp://127.0.0.1:0"}]),
-    ("kv_events", [{"endpoint": "tcp://127.0.0.1:65536"}]),
-    ("kv_events", [{"endpoint": "udp://127.0.0.1:5557"}]),
-    ("kv_events", [{"endpoint": "inproc://events"}]),
-    ("kv_events", [{"endpoint": "ipc://"}]),
-    ("kv_events", [{"endpoint": "ipc:///tmp/events", "dp_ranks": 2}]),
-    ("kv_events", [{"endpoint": "tcp://127.0.0.1:65535", "dp_ranks": 2}]),
-    ("kv_events", [{"endpoint": "tcp://h:1", "replay_endpoint": "h:2"}]),
-    ("kv_events", [{"endpoint": "tcp://h:1", "replay": "tcp://h:2"}]),
-    ("kv_events", [{"endpoint": "tcp://h:1", "topic": 1}]),
-    ("kv_events", [{"endpoint": "tcp://h:1", "model": None}]),
-    ("kv_events", [{"endpoint": "tcp://h:1", "dp_ranks": 0}]),
-    ("kv_events", [{"endpoint": "tcp://h:1", "dp_ranks": True}]),
-    ("kv_events", [{"endpoint": "tcp://h:1", "block_size": 0}]),
-    ("kv_events", [{"endpoint": "tcp://h:1", "extra_keys": "some"}]),
-    ("kv_events", [{"endpoint": "tcp://h:1"}, {"endpoint": "tcp://h:1"}]),
-    ("kv_events", [{"endpoint": "tcp://h:1", "dp_ranks": 3}, {"endpoint": "tcp://h:3"}]),
     ("kv_events", [{"endpoint": "tcp://h:1", "block_size": 8}, {"endpoint": "tcp://h:2"}]),
+]
+
+ADDRESS = "expected tcp://HOST:PORT, or ipc://PATH for a single rank"
+WRONG_ENTRIES: list[tuple[Any, str]] = [
+    ("tcp://127.0.0.1:5557", "kv_events[1]: got 'tcp://127.0.0.1:5557', expected a mapping"),
+    ({}, "kv_events[1]: lacks the key 'endpoint'"),
+    ({"endpoint": 5557}, f"kv_events[1].endpoint: got 5557, {ADDRESS}"),
+    *(
+        ({"endpoint": address}, f"kv_events[1].endpoint: got {address!r}, {ADDRESS}")
+        for address in (
+            "",
+            "tcp://*:5557",
+            "tcp://127.0.0.1",
+            "tcp://127.0.0.1:0",
+            "tcp://127.0.0.1:65536",
+            "udp://127.0.0.1:5557",
+            "inproc://events",
+            "ipc://",
+        )
+    ),
+    ({"endpoint": "ipc:///tmp/e", "dp_ranks": 2}, f"kv_events[1].endpoint: got 'ipc:///tmp/e', {ADDRESS}"),
+    ({"endpoint": "tcp://h:65535", "dp_ranks": 2}, f"kv_events[1].endpoint: got 'tcp://h:65535', {ADDRESS}"),
+    ({"endpoint": "tcp://h:1", "replay_endpoint": "h:2"}, f"kv_events[1].replay_endpoint: got 'h:2', {ADDRESS}"),
+    ({"endpoint": "tcp://h:1", "replay": "x"}, "kv_events[1]: unknown key 'replay'"),
+    (
+        {"endpoint": "tcp://h:1", "block_sise": 8},
+        "kv_events[1]: unknown key 'block_sise'; did you mean 'block_size'?",
+    ),
+    ({"endpoint": "tcp://h:1", "topic": 1}, "kv_events[1].topic: got 1, expected text"),
+    ({"endpoint": "tcp://h:1", "model": None}, "kv_events[1].model: got None, expected text"),
+    ({"endpoint": "tcp://h:1", "dp_ranks": 0}, "kv_events[1].dp_ranks: got 0, expected a whole number of ranks"),
+    ({"endpoint": "tcp://h:1", "dp_ranks": True}, "kv_events[1].dp_ranks: got True, expected a whole number of ranks"),
+    ({"endpoint": "tcp://h:1", "block_size": "x"}, "kv_events[1].block_size: got 'x', expected a whole number of"),
+    ({"endpoint": "tcp://h:1", "extra_keys": "some"}, "kv_events[1].extra_keys: got 'some', expected 'auto', 'off"),
+]
+
+MEETING: list[tuple[list[dict[str, Any]], str]] = [
+    (
+        [{"endpoint": "tcp://h:1"}, {"endpoint": "tcp://h:1"}],
+        "kv_events[1].endpoint and kv_events[0].endpoint are both",
+    ),
+    (
+        [{"endpoint": "tcp://h:1", "dp_ranks": 3}, {"endpoint": "tcp://h:3"}],
+        "kv_events[1].endpoint and kv_events[0].endpoint of rank 2 are both tcp://h:3",
+    ),
+    (
+        [{"endpoint": "tcp://h:1", "replay_endpoint": "tcp://h:1"}],
+        "kv_events[0].replay_endpoint and kv_events[0].endpoint are both tcp://h:1",
+    ),
+    (
+        [{"endpoint": "tcp://h:1", "dp_ranks": 4, "replay_endpoint": "tcp://h:2"}],
+        "kv_events[0].endpoint of rank 1 and kv_events[0].replay_endpoint are both tcp://h:2",
+    ),
+    (
+        [{"endpoint": "tcp://h:1", "dp_ranks": 4}, {"endpoint": "tcp://h:9", "replay_endpoint": "tcp://h:4"}],
+        "kv_events[1].replay_endpoint and kv_events[0].endpoint of rank 3 are both tcp://h:4",
+    ),
 ]
 
 
@@ -244,6 +278,57 @@ def test_the_example_of_the_documentation_loads(tmp_path: Path) -> None:
     assert (source.model, source.dp_ranks, source.endpoints(1)[1]) == ("thinker", 2, "tcp://127.0.0.1:5658")
     (variable,) = load(HS_CACHE_KV_EVENTS=text.split("HS_CACHE_KV_EVENTS='")[1].split("'")[0]).kv_events
     assert variable.endpoint == source.endpoint
+
+
+@pytest.mark.parametrize(("entry", "message"), WRONG_ENTRIES)
+def test_a_wrong_entry_of_a_list_is_named_with_its_key(entry: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        CacheConfig(kv_events=[{"endpoint": "tcp://127.0.0.1:5000"}, entry])
+    assert str(caught.value).startswith(message)
+    assert ";" not in message or str(caught.value) == message
+
+
+def test_all_wrong_entries_are_named_with_their_source() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(HS_CACHE_KV_EVENTS='[{dp_ranks: 0, endpoint: "tcp://h:1", tropic: x}, {}]')
+    assert str(caught.value).split("; ") == [
+        "kv_events[0].dp_ranks: got 0 from HS_CACHE_KV_EVENTS, expected a whole number of ranks from 1 to 1024",
+        "kv_events[0]: unknown key 'tropic' from HS_CACHE_KV_EVENTS",
+        "did you mean 'topic'?",
+        "kv_events[1]: lacks the key 'endpoint' from HS_CACHE_KV_EVENTS",
+    ]
+
+
+@pytest.mark.parametrize(("entries", "message"), MEETING)
+def test_engines_and_ranks_that_would_share_an_address_are_refused(entries: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load({"kv_events": entries})
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "local"),
+    [
+        ("tcp://127.0.0.1:1", True),
+        ("tcp://127.1.2.3:1", True),
+        ("tcp://localhost:1", True),
+        ("tcp://[::1]:1", True),
+        ("ipc:///tmp/events", True),
+        ("tcp://10.0.0.1:1", False),
+        ("tcp://engine:1", False),
+        ("tcp://[fe80::1]:1", False),
+    ],
+)
+def test_which_engines_are_on_the_node_that_listens(endpoint: str, local: bool) -> None:
+    (source,) = load({"kv_events": [{"endpoint": endpoint}]}).kv_events
+    assert source.is_on_this_node() is local
+
+
+def test_chunks_must_be_whole_blocks_where_events_are_listened_to() -> None:
+    entries = [{"endpoint": "tcp://h:1", "block_size": 8}, {"endpoint": "tcp://h:2", "model": "m"}]
+    with pytest.raises(ConfigError, match=r"kv_events\[1\]\.block_size is 16, of which chunk_size 8 is no multiple"):
+        load({"kv_source": "vllm_events", "chunk_size": 8, "kv_events": entries})
+    assert load({"chunk_size": 8, "kv_events": entries}).kv_source == "reports"
 
 
 def test_listening_needs_engines_to_listen_to() -> None:

@@ -339,6 +339,30 @@ def test_junk_makes_all_unknown_and_what_follows_counts(frames: list[bytes]) -> 
         assert source.listeners()[0].connected
 
 
+@pytest.mark.parametrize("replay", [True, False])
+def test_a_message_that_is_too_large_makes_all_unknown_and_what_follows_counts(
+    monkeypatch: pytest.MonkeyPatch, replay: bool
+) -> None:
+    monkeypatch.setattr(vllm_events, "_MAX_MESSAGE_BYTES", 10_000)
+    monkeypatch.setattr(vllm_events, "_REPLAY_S", 0.3)
+    with publishing(replay=replay) as engine, listening(engine.source) as source:
+        until_connected(source)
+        wait_until(lambda: engine.publish(store("ab")) and ask(source, "ab") == [PRESENT], "ab is heard of")
+        engine.publish({"type": "Unheard", "padding": "x" * 20_000})
+        until(source, "ab", UNKNOWN)
+        wait_until(lambda: engine.publish(store("cd")) and ask(source, "cd") == [PRESENT], "cd is heard of")
+        assert ask(source, "ab") == [UNKNOWN]
+
+
+def test_an_engine_of_another_node_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    with listening({"endpoint": "tcp://192.0.2.1:5557"}, {"endpoint": f"tcp://127.0.0.1:{free_port()}"}):
+        pass
+    assert [record.getMessage() for record in caplog.records] == [
+        "KV events: tcp://192.0.2.1:5557 is no loopback address, so on each node the KV of that one engine counts as "
+        "the node's own"
+    ]
+
+
 def test_messages_of_another_topic_are_another_engines() -> None:
     with publishing(topic=b"kv") as engine, listening(engine.source | {"topic": "kv"}) as source:
         until_connected(source)
@@ -374,8 +398,8 @@ def test_a_replay_that_hangs_costs_no_more_than_presence(
 
 
 def test_an_engine_that_isnt_there() -> None:
-    endpoint = f"tcp://127.0.0.1:{free_port()}"
-    with listening({"endpoint": endpoint, "replay_endpoint": endpoint}) as source:
+    endpoint, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+    with listening({"endpoint": endpoint, "replay_endpoint": replay}) as source:
         assert ask(source, "ab") == [UNKNOWN]
         source.note_stored(names(tokens_of("ab")), "")
         stats = source.stats()
