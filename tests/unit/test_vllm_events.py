@@ -437,19 +437,19 @@ def test_an_error_of_our_own_costs_what_was_known_and_no_thread(
 
 def test_a_long_replay_that_overflows_on_its_way_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_events, "_QUEUED_BATCHES", 5)
-    monkeypatch.setattr(vllm_events, "_REPLAY_S", 0.3)
+    monkeypatch.setattr(vllm_events, "_REPLAY_S", 1.0)
     monkeypatch.setattr(vllm_events, "_SETTLE_S", 1000.0)
-    long = {"type": "Unheard", "padding": "x" * 50_000}
+    long = {"type": "Unheard", "padding": "x" * 500_000}
     with publishing(replay_queue=5) as engine:
         engine.publish(store("ab"))
-        for _ in range(200):
+        for _ in range(40):
             engine.publish(long, lost=True)
         engine.publish(store("cd"), lost=True)
         with listening(engine.source) as source:
             until(source, "cd", PRESENT)
             assert ask(source, "ab") == [PRESENT]
             stream = source.listeners()[0].stream
-            assert (stream.batches_total, stream.lost_total) == (202, 0)
+            assert (stream.batches_total, stream.lost_total) == (42, 0)
             assert engine.replays > 1
 
 
