@@ -87,6 +87,11 @@ LMCACHE_HASHES = ("builtin", "sha256_cbor", "sha256_cbor_64bit")
 """What ``pre_caching_hash_algorithm`` can be with ``kv_source: lmcache``; vLLM used to call the second by the third."""
 
 
+def is_hash_seed(seed: str) -> bool:
+    """Whether a Python that is started with ``PYTHONHASHSEED=seed`` hashes by it."""
+    return seed.isascii() and seed.isdigit() and int(seed) < 2**32
+
+
 def _not_bool(value: object) -> object:
     # Python's True is the number 1; `chunk_size: yes` in YAML would otherwise be a chunk of one token.
     if isinstance(value, bool):
@@ -296,6 +301,17 @@ class CacheConfig(BaseModel):
         if isinstance(value, int) and not isinstance(value, bool):
             return str(value)  # YAML takes 0 for a number, the environment for text
         return None if isinstance(value, str) and value.lower() in ("null", "none") else value
+
+    @field_validator("kv_hash_seed", mode="after")
+    @classmethod
+    def _seed_of_builtin_is_a_number(cls, value: str | None, info: ValidationInfo) -> str | None:
+        builtin = info.data.get("pre_caching_hash_algorithm") == LMCACHE_HASHES[0]
+        if info.data.get("kv_source") == "lmcache" and builtin and value is not None and not is_hash_seed(value):
+            raise ValueError(
+                "with pre_caching_hash_algorithm 'builtin' only digits, less than 2**32, make Python's hashes the same "
+                "in all processes"
+            )
+        return value
 
     @field_validator("node_selector", mode="before")
     @classmethod

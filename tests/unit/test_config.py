@@ -247,6 +247,18 @@ def test_a_seed_is_text(given: Any, seed: str | None) -> None:
     assert load({"kv_hash_seed": given}).kv_hash_seed == seed
 
 
+@pytest.mark.parametrize("seed", ["abc", "", "random", "-1", "4294967296", "\u0663"])
+def test_a_seed_that_python_cannot_hash_by_is_wrong_only_where_it_matters(seed: str) -> None:
+    asked = {"kv_source": "lmcache", "kv_hash_seed": seed}
+    with pytest.raises(
+        ConfigError, match=r"kv_hash_seed: got .*: with pre_caching_hash_algorithm 'builtin' only digits"
+    ):
+        load(asked)
+    assert load({**asked, "kv_source": "reports"}).kv_hash_seed == seed
+    assert load({**asked, "pre_caching_hash_algorithm": "sha256_cbor"}).kv_hash_seed == seed
+    assert load({**asked, "kv_hash_seed": "4294967295"}).kv_hash_seed == "4294967295"
+
+
 KV_EVENTS = """
 - {endpoint: "tcp://127.0.0.1:5557", replay_endpoint: "tcp://127.0.0.1:5657", model: a, dp_ranks: 2}
 - endpoint: tcp://[::1]:6000
