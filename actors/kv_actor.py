@@ -28,7 +28,7 @@ class KVActor:
         self._reported = ReportedKV(config.kv_index_capacity)
         if config.kv_source == "reports":
             self._source = self._reported
-        elif config.kv_source in _SOURCES:
+        elif config.kv_source != "none":  # one that isn't listed must not count as none, where all KV is present
             make: Any = pkgutil.resolve_name(_SOURCES[config.kv_source])
             self._source = make(config)
 
@@ -57,11 +57,11 @@ class KVActor:
         """KV of these chunks is all that an engine has; with ``b""`` all of it is gone."""
         self._reported.report(Report.RESYNC, keys, engine, number)
 
-    def register_engine(self, name: str, rank: int, address: str, token: bytes) -> None:
+    def register_engine(self, registration: Any) -> None:
         """See `hs_cache.integrations.lmcache_source.LMCacheSource.register_engine`."""
         if not isinstance(self._source, RegistersEngines):
             raise InvalidInputError("register_engine: this service asks no engines, which takes kv_source: lmcache")
-        self._source.register_engine(name, rank, address, token)
+        self._source.register_engine(registration)
 
     def stats(self) -> KVStatistics:
         """Counts."""

@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from hs_cache.errors import InvalidInputError
 from hs_cache.keys import KVNames
@@ -93,8 +93,8 @@ class KVSource(Protocol):
 class RegistersEngines(Protocol):
     """A `KVSource` which asks engines that make themselves known."""
 
-    def register_engine(self, name: str, rank: int, address: str, token: bytes) -> None:
-        """See `hs_cache.integrations.lmcache_source.LMCacheSource.register_engine`."""
+    def register_engine(self, registration: Any) -> None:
+        """Ask from now on what `registration` describes; of which type it is, is up to the source."""
         ...
 
 

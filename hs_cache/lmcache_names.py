@@ -23,17 +23,19 @@ import hashlib
 import struct
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from hs_cache.config import LMCACHE_HASHES
+from hs_cache.config import LMCACHE_HASHES, CacheConfig, is_hash_seed
 from hs_cache.errors import InvalidInputError
 from hs_cache.keys import KEY_BYTES, MMSpan
 
-__all__ = ["LMCacheNaming", "chunk_hash", "name_of"]
+__all__ = ["EngineNaming", "LMCacheNaming", "chunk_hash", "name_of", "probe_tokens"]
 
 _PADDING = bytes(KEY_BYTES - 8)
+_PROBE_STEP = 7
 _MASK64 = 2**64 - 1
 _VALUES_PER_DIGEST = 8
 _NO_EXTRAS = b"\x80"  # the empty tuple, in CBOR
@@ -97,6 +99,43 @@ class LMCacheNaming:
         else:
             hashes = _sha256_chain(parent, hashed, chunk_size)
         return b"".join(map(name_of, hashes))
+
+
+def probe_tokens(chunk_size: int) -> npt.NDArray[np.int64]:
+    """Two chunks, whose names show how an engine hashes tokens, and what its first hash is."""
+    return np.arange(2 * chunk_size, dtype=np.int64) * _PROBE_STEP
+
+
+@dataclass(frozen=True)
+class EngineNaming:
+    """How a live engine names its chunks.
+
+    Attributes:
+        chunk_size, save_unfull_chunk: its settings.
+        hash_func: its hash function, as text.
+        probe: its names of `probe_tokens(chunk_size)`.
+    """
+
+    chunk_size: int
+    save_unfull_chunk: bool
+    hash_func: str
+    probe: bytes
+
+    def difference(self, config: CacheConfig) -> str:
+        """In which setting engine and service differ, so that a no of the engine is no absence; "" in none."""
+        for setting in ("chunk_size", "save_unfull_chunk"):
+            theirs, ours = getattr(self, setting), getattr(config, setting)
+            if theirs != ours:
+                return f"{setting}: the LMCache engine has {theirs}, the service {ours}"
+        naming = LMCacheNaming(config.pre_caching_hash_algorithm, config.kv_hash_seed)
+        if self.probe == naming.names(b"", probe_tokens(config.chunk_size), (), config.chunk_size):
+            return ""
+        return (
+            "pre_caching_hash_algorithm: the LMCache engine doesn't name chunks as the service's "
+            f"{config.pre_caching_hash_algorithm!r} with kv_hash_seed {config.kv_hash_seed!r} does. It uses "
+            f"{self.hash_func}; kv_hash_seed has to be the engine's PYTHONHASHSEED where vLLM is installed, and null "
+            "elsewhere"
+        )
 
 
 def _builtin_chain(parent: int, tokens: npt.NDArray[np.int64], chunk_size: int, given: list[int] | None) -> list[int]:
@@ -194,7 +233,7 @@ def _hash_of_seed(seed: str) -> int:
     rounds: dict[str, tuple[int, int]] = {"siphash13": (1, 3), "siphash24": (2, 4)}
     if sys.hash_info.algorithm not in rounds:
         raise InvalidInputError(f"seed: got one for this Python's {sys.hash_info.algorithm}, expected SipHash")
-    if not (seed.isascii() and seed.isdigit() and int(seed) < 2**32):
+    if not is_hash_seed(seed):
         raise InvalidInputError(f"seed: got {seed!r}, expected PYTHONHASHSEED as digits, less than 2**32")
     key = _seed_key(int(seed))
     unsigned = _siphash(key, seed.encode(), *rounds[sys.hash_info.algorithm])

@@ -6,14 +6,16 @@ runs unchanged, and answers its node's `KVActor` which KV the engine has. Facts 
 """
 
 import logging
+import sys
 import threading
+import time
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import ray
 import torch
 from ray.actor import ActorHandle
@@ -21,10 +23,10 @@ from ray.actor import ActorHandle
 from hs_cache.client import HiddenStateCache, connect
 from hs_cache.config import CacheConfig
 from hs_cache.errors import CacheClosedError, ConfigMismatchError, InvalidInputError
-from hs_cache.integrations.lmcache_engine import EngineAnswers
+from hs_cache.integrations.lmcache_engine import EngineAnswers, chunk_hashes, engine_name, engine_naming
+from hs_cache.integrations.lmcache_wire import Registration
 from hs_cache.keys import KEY_BYTES, TokenIds, normalise_token_ids
 from hs_cache.launch import join
-from hs_cache.lmcache_names import LMCacheNaming, name_of
 from hs_cache.planning import check_key
 from hs_cache.router import KV, find_actor, require_ray
 
@@ -37,7 +39,12 @@ _MAX_KEYS = 65_536
 _MAX_PROMPT_BYTES = 32 << 20
 """Token ids remembered until someone asks by one of LMCache's keys: few do, and hashing takes longer than copying."""
 
-_PROBE_STEP = 7
+_ID_BYTES = 8
+
+_LEAVE_S = 5.0
+_POLL_S = 0.001
+"""How long to wait for threads to leave LMCache's store, in which they are for one call; and between two looks."""
+
 _METHODS = (
     "bind_storage_manager",
     "store_hidden_states",
@@ -62,15 +69,15 @@ def attach(
     """Replace ``engine.hidden_state_store``, and answer which KV chunks the engine has from then on.
 
     To be called in the engine's worker process, before or after its ``post_init``. Blocks as `hs_cache.connect` does.
-    LMCache's own store is closed, which frees its pool; references to it that someone holds reach the new one.
+    LMCache's own store is closed, which frees its pool, once no thread is inside it; references to it that someone
+    holds reach the new one. A store that threads don't leave in five seconds keeps its pool.
 
     Args:
         engine: an ``LMCacheEngine``.
         cache: a client of the service; one is connected when it is None, and closed with the store.
         tags: LMCache's request tags, without ``lmcache.tag.``, under which the engine keeps the KV, in that order.
         name: what the engine is called, the same for all its ranks and for no other engine of the node. By default its
-            metadata's ``engine_id``, else its configuration's ``lmcache_instance_id``; without either each rank counts
-            as an engine.
+            metadata's ``engine_id``; an engine of a single rank may do without either.
         even_if_disabled: do so where the engine has no store, since its ``enable_hidden_state_cache`` is false.
         connect_args: for `hs_cache.connect`; ``model`` is the engine's model name unless given.
 
@@ -79,8 +86,9 @@ def attach(
         ``enable_hidden_state_cache: false``, and nothing was changed.
 
     Raises:
-        InvalidInputError: `cache` comes with `tags` or arguments for `hs_cache.connect`.
-        ConfigMismatchError: engine and service differ in ``chunk_size``, or in how they name chunks.
+        InvalidInputError: `cache` comes with `tags` or arguments for `hs_cache.connect`; `name` is missing.
+        ConfigMismatchError: engine and service differ in ``chunk_size``, ``save_unfull_chunk``, or in how they name
+            chunks.
         ConfigError, ServiceError: see `hs_cache.connect`.
     """
     if cache is not None and (tags is not None or connect_args):
@@ -111,7 +119,8 @@ def answer_for(engine: Any, *, service: str = "default", name: str | None = None
     """Answer which KV chunks `engine` has, for a service with ``kv_source: lmcache``, and nothing else.
 
     For an engine whose hidden states are stored by clients of their own; `attach` does this by itself. Joins the Ray
-    cluster if this process hasn't, and blocks for that.
+    cluster if this process hasn't, and blocks for that. An engine which doesn't name chunks as the service does is not
+    believed: its `KVActor` says so in its log.
 
     Args:
         engine: an ``LMCacheEngine``.
@@ -120,6 +129,9 @@ def answer_for(engine: Any, *, service: str = "default", name: str | None = None
 
     Returns:
         Something to close.
+
+    Raises:
+        InvalidInputError: `name` is missing.
     """
     if not ray.is_initialized():
         join()
@@ -130,28 +142,20 @@ def check_engine(engine: Any, config: CacheConfig) -> None:
     """Refuse an engine whose chunks aren't the service's.
 
     Raises:
-        ConfigMismatchError: they differ in ``chunk_size``, or in how they name chunks.
+        ConfigMismatchError: they differ in ``chunk_size``, ``save_unfull_chunk``, or in how they name chunks.
     """
+    if config.kv_source == "lmcache":
+        if difference := engine_naming(engine).difference(config):
+            raise ConfigMismatchError(difference)
+        return
     if engine.config.chunk_size != config.chunk_size:
         raise ConfigMismatchError(
             f"chunk_size: the LMCache engine has {engine.config.chunk_size}, the service {config.chunk_size}"
         )
-    if config.kv_source != "lmcache":
-        logger.warning(
-            "hs_cache: the service has kv_source: %s, so it doesn't ask the LMCache engine which KV it has",
-            config.kv_source,
-        )
-        return
-    probe = np.arange(2 * config.chunk_size, dtype=np.int64) * _PROBE_STEP
-    naming = LMCacheNaming(config.pre_caching_hash_algorithm, config.kv_hash_seed)
-    ours = naming.names(b"", probe, (), config.chunk_size)
-    if b"".join(map(name_of, _hashes(engine, probe))) != ours:
-        raise ConfigMismatchError(
-            "pre_caching_hash_algorithm: the LMCache engine doesn't name chunks as the service's "
-            f"{config.pre_caching_hash_algorithm!r} with kv_hash_seed {config.kv_hash_seed!r} does. It uses "
-            f"{engine.token_database.hash_func!r}; kv_hash_seed has to be the engine's PYTHONHASHSEED where vLLM is "
-            "installed, and null elsewhere"
-        )
+    logger.warning(
+        "hs_cache: the service has kv_source: %s, so it doesn't ask the LMCache engine which KV it has",
+        config.kv_source,
+    )
 
 
 class AttachedStore:
@@ -167,7 +171,7 @@ class AttachedStore:
     def __init__(self, engine: Any, cache: HiddenStateCache, *, name: str | None, owns_cache: bool) -> None:
         self.cache = cache
         self._engine = engine
-        self._name = name
+        self._name = engine_name(engine, name) if cache.config.kv_source == "lmcache" else name
         self._owns_cache = owns_cache
         self._answers: EngineAnswers | None = None
         self._keys = _KeysByHash(engine, cache)
@@ -244,10 +248,49 @@ def _replace(engine: Any, store: AttachedStore) -> None:
     replaced, engine.hidden_state_store = engine.hidden_state_store, store
     if replaced is None:
         return
-    replaced.close()
-    # LMCache's store crashes the process when it is used after that.
+    close = replaced.close
     for method in _METHODS:
         setattr(replaced, method, getattr(store, method))
+    if isinstance(replaced, AttachedStore) or _left(replaced):
+        close()
+    else:
+        logger.warning(
+            "hs_cache: a thread is still inside LMCache's own hidden-state store after %.0f s, so that stays open and "
+            "keeps its pool until the process ends",
+            _LEAVE_S,
+        )
+
+
+def _left(replaced: Any) -> bool:
+    """Whether no thread is inside LMCache's store any more, or can get there: closing it unmaps its pool, which under a
+    thread that is inside crashes the process.
+
+    Its public methods have been redirected. A thread that looked one up before may still call it, but what
+    touches the pool's memory begins with ``_chunk``, which gives it nothing to do from here on.
+    """
+    if not hasattr(replaced, "_chunk"):
+        return False
+    replaced._chunk = lambda token_ids: []
+    inside = {code for one in type(replaced).__mro__ for code in map(_code_of, vars(one).values()) if code is not None}
+    deadline = time.monotonic() + _LEAVE_S
+    while any(map(inside.__contains__, _running())):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def _running() -> Iterator[CodeType]:
+    """The code that all threads are in."""
+    for top in sys._current_frames().values():
+        frame: FrameType | None = top
+        while frame is not None:
+            yield frame.f_code
+            frame = frame.f_back
+
+
+def _code_of(function: Any) -> CodeType | None:
+    return getattr(function, "__code__", None)
 
 
 class _KVActorHandle:
@@ -269,8 +312,8 @@ class _KVActorHandle:
             raise
 
 
-def _tell(actor: _KVActorHandle, name: str, rank: int, address: str, token: bytes) -> None:
-    actor.call("register_engine", name, rank, address, token)
+def _tell(actor: _KVActorHandle, registration: Registration) -> None:
+    actor.call("register_engine", registration)
 
 
 class _KeysByHash:
@@ -279,19 +322,20 @@ class _KeysByHash:
     def __init__(self, engine: Any, cache: HiddenStateCache) -> None:
         self._engine = engine
         self._cache = cache
-        self._lock = threading.Lock()
-        self._prompts: deque[npt.NDArray[np.int64]] = deque()
+        self._lock = threading.Lock()  # held for a moment only: stores and retrieves need it
+        self._prompts: deque[Any] = deque()
         self._prompt_bytes = 0
+        self._hashing = threading.Lock()
         self._keys: OrderedDict[int, bytes] = OrderedDict()
 
     def remember(self, token_ids: TokenIds) -> None:
-        """A prompt was stored or retrieved."""
-        tokens = normalise_token_ids(token_ids).copy()
+        """A prompt was stored or retrieved, so its ids are valid."""
+        kept = _copied(token_ids)
         with self._lock:
-            self._prompts.append(tokens)
-            self._prompt_bytes += tokens.nbytes
+            self._prompts.append(kept)
+            self._prompt_bytes += _nbytes(kept)
             while self._prompt_bytes > _MAX_PROMPT_BYTES:
-                self._prompt_bytes -= self._prompts.popleft().nbytes
+                self._prompt_bytes -= _nbytes(self._prompts.popleft())
 
     def of(self, key: Any) -> bytes | None:
         """The service's key for one of either kind; None where it isn't known.
@@ -306,19 +350,28 @@ class _KeysByHash:
             raise InvalidInputError(
                 f"key: got {type(key).__name__}, expected a CacheEngineKey or the {KEY_BYTES} bytes of a chunk key"
             )
-        with self._lock:
-            while self._prompts:
-                tokens = self._prompts.popleft()
-                self._prompt_bytes -= tokens.nbytes
-                for known, ours in zip(_hashes(self._engine, tokens), self._cache.chunk_keys(tokens), strict=False):
-                    self._keys[known] = ours
-                    self._keys.move_to_end(known)
-                    if len(self._keys) > _MAX_KEYS:
-                        self._keys.popitem(last=False)
+        with self._hashing:
+            with self._lock:
+                prompts, self._prompts, self._prompt_bytes = self._prompts, deque(), 0
+            for prompt in prompts:
+                self._hash(prompt)
             return self._keys.get(hashed)
 
+    def _hash(self, prompt: TokenIds) -> None:
+        tokens = normalise_token_ids(prompt)
+        for known, ours in zip(chunk_hashes(self._engine, tokens), self._cache.chunk_keys(tokens), strict=False):
+            self._keys[known] = ours
+            self._keys.move_to_end(known)
+            if len(self._keys) > _MAX_KEYS:
+                self._keys.popitem(last=False)
 
-def _hashes(engine: Any, tokens: npt.NDArray[np.int64]) -> list[int]:
-    """LMCache's own chunk hashes of a prompt, in order."""
-    found = engine.token_database.process_tokens(tokens=tokens.tolist(), make_key=False)
-    return [hashed for _, _, hashed in found]
+
+def _copied(token_ids: Any) -> Any:
+    """A copy that the caller can't change; of a list one of references, which is quick."""
+    if isinstance(token_ids, torch.Tensor):
+        return token_ids.detach().to("cpu", copy=True)
+    return token_ids.copy() if isinstance(token_ids, np.ndarray) else tuple(token_ids)
+
+
+def _nbytes(token_ids: Any) -> int:
+    return _ID_BYTES * len(token_ids)

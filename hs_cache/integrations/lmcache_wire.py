@@ -22,6 +22,7 @@ import time
 from dataclasses import dataclass
 
 from hs_cache.keys import KEY_BYTES
+from hs_cache.lmcache_names import EngineNaming
 
 TOKEN_BYTES = 16
 MAX_CHUNKS = 65_536
@@ -40,6 +41,27 @@ _CREDENTIALS = struct.Struct("3i")
 
 class WireError(Exception):
     """What came is not what the protocol says, or the other side is not who it should be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What one rank of an engine tells the `KVActor` of its node, through Ray, so that it is asked.
+
+    Attributes:
+        engine: the same for all ranks of the engine, and for no other engine of the node.
+        rank: its number.
+        num_ranks: how many ranks of the engine have to answer on this node.
+        address: where it listens, in the abstract namespace; no two registrations share one.
+        token: for whoever connects.
+        naming: how it names chunks.
+    """
+
+    engine: str
+    rank: int
+    num_ranks: int
+    address: str
+    token: bytes
+    naming: EngineNaming
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,11 @@
 """What an engine says of its chunks, whatever state its storage is in; no Ray."""
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hs_cache.integrations import lmcache_engine
 from hs_cache.integrations.lmcache_engine import Lookup
 from hs_cache.integrations.lmcache_wire import Question
 from hs_cache.kv_presence import Presence
@@ -33,10 +36,11 @@ def presence(
     naming: LMCacheNaming | None = None,
     tags: tuple[tuple[str, str], ...] = (),
     timeout_s: float = 2.0,
+    lookup: Lookup | None = None,
 ) -> str:
     """A letter per chunk: P, A or U."""
     names = (naming or LMCacheNaming()).names(b"", np.array(prompt), (), CHUNK_SIZE)
-    answer = Lookup(engine).presence(Question(names, tags, timeout_s))
+    answer = (lookup or Lookup(engine)).presence(Question(names, tags, timeout_s))
     return "".join(Presence(state).name[0] for state in answer)
 
 
@@ -90,6 +94,34 @@ def test_storage_that_is_frozen_out_or_bypassed_may_have_what_the_rest_lacks(
     manager.set_backend_bypass(DISK, False)
     manager.remove(keys[1])
     assert presence(engine) == "PAUUU"
+
+
+def test_only_the_locations_that_the_engine_retrieves_from_count(make_engine: MakeEngine, tmp_path: Path) -> None:
+    engine = make_engine(local_disk=str(tmp_path), max_local_disk_size=0.1, retrieve_locations=[CPU])
+    keys = put_kv(engine, PROMPT)
+    stored(engine, PROMPT, DISK)
+    engine.storage_manager.remove(keys[1], [CPU])
+    assert engine.lookup(PROMPT) == 4
+    assert presence(engine) == "PAUUU"
+    engine.retrieve_locations = [CPU, DISK]
+    assert engine.lookup(PROMPT) == 20
+    assert presence(engine) == "PPPPP"
+
+
+def test_layers_of_a_chunk_count_only_where_all_are_in_one_place(make_engine: MakeEngine, tmp_path: Path) -> None:
+    engine = make_engine(local_disk=str(tmp_path), max_local_disk_size=0.1, use_layerwise=True)
+    manager = engine.storage_manager
+    keys = put_kv(engine, PROMPT)  # two layers
+    disk = manager.storage_backends[DISK]
+    wait_until(lambda: all(map(disk.contains, keys)), "the disk has it")
+    assert (presence(engine), engine.lookup(PROMPT)) == ("PPPPP", 20)
+    for layer in (0, 1):
+        manager.remove(keys[2 + layer], [CPU])
+    assert (presence(engine), engine.lookup(PROMPT)) == ("PPPPP", 20)
+    manager.remove(keys[5], [CPU])  # the disk has the third chunk, but LMCache looks where its first layer is
+    assert (presence(engine), engine.lookup(PROMPT)) == ("PPUUU", 8)
+    manager.remove(keys[4], [DISK])
+    assert (presence(engine), engine.lookup(PROMPT)) == ("PPAUU", 8)
 
 
 def test_a_write_under_way_is_no_absence(make_engine: MakeEngine, tmp_path: Path) -> None:
@@ -171,6 +203,35 @@ def test_a_remote_store_is_asked_and_believed(make_engine: MakeEngine, server: t
     assert presence(engine) == "PPPPP"
     assert presence(engine, [*PROMPT, 1, 2, 3, 4, 5, 6, 7, 8]) == "PPPPPAU"
     del keys
+
+
+def test_a_remote_store_that_is_written_to_in_batches_is_believed_after_a_while(
+    make_engine: MakeEngine, server: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(remote_url=f"lm://127.0.0.1:{server[1]}", remote_serde="naive")
+    backend = engine.storage_manager.storage_backends[REMOTE]
+    connection, go_on = backend.connection, threading.Event()
+
+    async def batched_put(keys: Sequence[Any], objects: Sequence[Any]) -> None:
+        while not go_on.is_set():
+            await asyncio.sleep(0.01)
+        for key, one in zip(keys, objects, strict=True):
+            await connection.put(key, one)
+
+    monkeypatch.setattr(connection, "support_batched_put", lambda: True)
+    monkeypatch.setattr(connection, "batched_put", batched_put)
+    keys = put_kv(engine, PROMPT)
+    for key in keys:
+        engine.storage_manager.remove(key, [CPU])
+    lookup = Lookup(engine)
+    assert not any(map(backend.exists_in_put_tasks, keys))
+    assert presence(engine, lookup=lookup) == "UUUUU"
+    go_on.set()
+    wait_until(lambda: presence(engine, lookup=lookup) == "PPPPP", "it is there")
+    monkeypatch.setattr(lmcache_engine, "_WRITE_S", 0.3)
+    never = range(500, 520)
+    assert presence(engine, never, lookup=lookup) == "UUUUU"
+    wait_until(lambda: presence(engine, never, lookup=lookup) == "AUUUU", "nobody is writing it")
 
 
 def test_a_remote_store_that_is_gone_is_no_absence(make_engine: MakeEngine, server: tuple[int, int]) -> None:

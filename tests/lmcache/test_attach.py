@@ -1,15 +1,20 @@
 """The drop-in inside a real engine: how it gets there, what is refused, how it goes."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import ray
 
 import hs_cache
 from hs_cache.errors import CacheClosedError, ConfigMismatchError, InvalidInputError
 from hs_cache.integrations.lmcache import AttachedStore, answer_for, attach
+from hs_cache.router import KV, find_actor
 from tests.cluster.children import make_rows
 from tests.cluster.conftest import StartService
+from tests.cluster.remotes import this_node
 from tests.lmcache import golden
 from tests.lmcache.conftest import MakeEngine
 from tests.lmcache.engines import MODEL, close, kv_keys, put_kv
@@ -103,6 +108,44 @@ def test_remembered_prompts_are_bounded(attached: AttachedStore, monkeypatch: py
     known = [[attached.has_chunk(key) for key in kv_keys(attached._engine, prompt)] for prompt in prompts]
     assert known[:4] == [[False] * 5] * 4
     assert known[4:] == [[False] * 3 + [True] * 2, [True] * 5]
+
+
+def test_a_store_in_use_is_replaced() -> None:
+    command = [sys.executable, "-m", "tests.lmcache.replaced"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert "survived, closed: True" in done.stdout, done.stderr[-2000:]
+
+
+def test_an_engine_of_several_ranks_needs_a_name(make_engine: MakeEngine, builtin: str) -> None:
+    engine = make_engine(world_size=2)
+    before = engine.hidden_state_store
+    with pytest.raises(InvalidInputError, match="name: got None for an LMCache engine of 2 ranks"):
+        attach(engine, service=builtin)
+    with pytest.raises(InvalidInputError, match="name: got None"):
+        answer_for(engine, service=builtin)
+    assert engine.hidden_state_store is before
+
+
+def test_an_engine_that_only_answers_is_not_believed_in_other_chunks(
+    make_engine: MakeEngine, start_service: StartService
+) -> None:
+    service = start_service(kv_source="lmcache")
+    cache: Any = hs_cache.connect(service=service, model=MODEL)
+    cache.store(PROMPT, {0: ROWS})
+    engine = make_engine(chunk_size=8)
+    answers = answer_for(engine, service=service)
+    put_kv(engine, PROMPT)
+    wait_until(lambda: answers.attempts_total, "it is known")
+    actor = find_actor(service, KV, this_node())
+    wait_until(lambda: ray.get(actor.stats.remote()).engines, "it is known")
+    assert {report.reason for report in cache.explain(PROMPT, 0)} == {"kv_unknown"}
+    answers.close()
+    cache.close()
+
+
+def test_an_engine_that_keeps_shorter_chunks_too_is_refused(make_engine: MakeEngine, builtin: str) -> None:
+    with pytest.raises(ConfigMismatchError, match="save_unfull_chunk: the LMCache engine has True, the service False"):
+        attach(make_engine(save_unfull_chunk=True), service=builtin)
 
 
 def test_chunks_of_another_size_are_refused(make_engine: MakeEngine, builtin: str) -> None:
