@@ -242,6 +242,10 @@ class HiddenStateActor:
         """See `CacheServer.drop_key`."""
         return self._server.drop_key(key, space)
 
+    def key_space(self, key: bytes) -> bytes:
+        """See `CacheServer.key_space`."""
+        return self._server.key_space(key)
+
     def take_revisions(self, table: RevisionTable) -> tuple[Retired, ...]:
         """See `CacheServer.take_revisions`."""
         return self._server.take_revisions(table)

@@ -118,6 +118,7 @@ class Attachment:
                 if not process_alive(reply.address.pid, reply.address.start_time):  # it has ended since it answered
                     look_again_at = 0.0
         link = Link(located, reply.incarnation, mapping, look_again_at)
+        process.releaser.start()
         if mapping is not None:
             assert reply.address is not None
             send = partial(located.peer.post, "release", reply.incarnation, process.client_id)

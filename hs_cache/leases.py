@@ -14,6 +14,7 @@ import secrets
 import threading
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 _FLUSH_PERIOD_S = 0.05
 _OWNER_PERIOD_S = 1.0
 _COPY_PERIOD_S = 0.002
+_MAX_GIVEN_UP = 1024
 
 Lease: TypeAlias = tuple[bytes, int]
 """The incarnation of a pool, and the id of a hold on it."""
@@ -55,6 +57,14 @@ class _Copying:
     keep: Any
 
 
+@dataclass(frozen=True, slots=True)
+class _Post:
+    """Something to be sent, and the id that is given up with it."""
+
+    send: Callable[[], None]
+    given_up: Lease | None
+
+
 class ClientProcess:
     """This process as nodes know it, and its ids; `this_process` gives the one, a forked child another."""
 
@@ -75,10 +85,12 @@ class Releaser:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._ends: SimpleQueue[Lease | _Copying] = SimpleQueue()
+        self._ends: SimpleQueue[Lease | _Copying | _Post] = SimpleQueue()
         self._lock = threading.Lock()
         self._parts: dict[Lease, int] = {}  # per lease: mappings alive, and copies under way
         self._copying: list[_Copying] = []
+        self._posts: list[Callable[[], None]] = []
+        self._given_up: OrderedDict[Lease, None] = OrderedDict()
         self._ended: dict[bytes, list[int]] = {}
         self._senders: dict[bytes, Sender] = {}
         self._owners: dict[bytes, tuple[PoolAddress, weakref.WeakSet[Attached]]] = {}
@@ -94,6 +106,11 @@ class Releaser:
             self._senders[incarnation] = sender
             _, clients = self._owners.setdefault(incarnation, (address, weakref.WeakSet()))
             clients.add(client)
+        self.start()
+
+    def start(self) -> None:
+        """Have what has ended handed over by a thread; idempotent."""
+        with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="hs_cache-releaser", daemon=True)
                 self._thread.start()
@@ -116,19 +133,43 @@ class Releaser:
         """`end` a lease once the copies behind `fence` have ended; keeps `keep` until then. Takes no lock, either."""
         self._ends.put(_Copying((incarnation, hold_id), fence, keep))
 
+    def post(self, send: Callable[[], None], given_up: Lease | None = None) -> None:
+        """Have something sent, without waiting for it, after what was posted before; `send` may raise `ServiceError`,
+        and nobody is told. Takes no lock, either.
+
+        Args:
+            given_up: an id that `send` releases. It also goes with every request until one has been answered: calls
+                that carry rows overtake others on their way and in the actor.
+        """
+        self._ends.put(_Post(send, given_up))
+
     def take(self, incarnation: bytes) -> tuple[int, ...]:
-        """What has ended so far, for a request that carries it along; `end` it again if the request fails."""
+        """What has ended so far, for a request that carries it along; `end` it again if the request fails, else it is
+        `taken`."""
         with self._lock:
             self._gather()
-            return tuple(self._ended.pop(incarnation, ()))
+            given_up = [hold_id for of, hold_id in self._given_up if of == incarnation]
+            return (*self._ended.pop(incarnation, ()), *given_up)
+
+    def taken(self, incarnation: bytes, ids: Iterable[int]) -> None:
+        """A request that carried these along has been answered."""
+        with self._lock:
+            for hold_id in ids:
+                self._given_up.pop((incarnation, hold_id), None)
 
     def flush(self) -> None:
         """Hand over what has ended. What can't be handed over now goes with the next request to that pool's owner."""
         with self._lock:
             self._gather()
+            posts, self._posts = self._posts, []
             batches = [
                 (key, self._senders[key], self._ended.pop(key)) for key in list(self._ended) if key in self._senders
             ]
+        for send in posts:
+            try:
+                send()
+            except ServiceError as error:
+                logger.debug("what was given up could not be told: %s", error)
         for incarnation, sender, ids in batches:
             try:
                 sender(ids)
@@ -145,9 +186,16 @@ class Releaser:
         for copy in copying:
             self._note(copy.lease if copy.fence.ended() else copy)
 
-    def _note(self, lease: Lease | _Copying) -> None:
+    def _note(self, lease: Lease | _Copying | _Post) -> None:
         if isinstance(lease, _Copying):
             self._copying.append(lease)
+            return
+        if isinstance(lease, _Post):
+            self._posts.append(lease.send)
+            if lease.given_up is not None:
+                self._given_up[lease.given_up] = None
+            if len(self._given_up) > _MAX_GIVEN_UP:
+                self._given_up.popitem(last=False)
             return
         parts = self._parts.pop(lease, 1) - 1
         if parts:
@@ -166,7 +214,7 @@ class Releaser:
                 del lease  # or what it keeps would stay until the next one comes
                 time.sleep(_FLUSH_PERIOD_S)  # what ends at about the same time goes in one call
                 self.flush()
-            if self._copying:
+            if self._copying or self._posts:  # a request may have gathered what it doesn't carry
                 self.flush()
             if time.monotonic() >= look_at:
                 self._look_after_owners()
@@ -191,7 +239,7 @@ class Releaser:
                 client.drop(incarnation)
 
 
-def _collect(pid: int, ends: "SimpleQueue[Lease | _Copying]", lease: Lease) -> None:
+def _collect(pid: int, ends: "SimpleQueue[Lease | _Copying | _Post]", lease: Lease) -> None:
     if os.getpid() == pid:
         ends.put(lease)
 

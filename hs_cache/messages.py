@@ -150,7 +150,8 @@ class ReserveRequest:
     the key space and `revision` its revision, of which the node may not have heard yet; None for what no model made.
 
     With `keep`, what is committed replaces chunks of the same keys, and is held under `hold_id` until it is dropped,
-    the id is released or the client is gone; then it goes. For clients without the pool, it only replaces.
+    the id is released or the client is gone; then it goes. For clients without the pool, it only replaces. Theirs is
+    the id too: nothing becomes visible of what is released before.
     """
 
     incarnation: bytes

@@ -7,7 +7,8 @@ replaces what is there under its name, in one step.
 
 Its chunk key comes from the name alone, so that a taker needs nothing else. The fingerprint of its key space is random,
 and tells one put from another under the same name: who has read a parcel drops exactly that one, not its successor.
-Both stand in front of the parcel's bytes too, and what doesn't match there is not delivered::
+Every drop names the one that it means, since any call may be carried out long after its caller has given it up. Both
+stand in front of the parcel's bytes too, and what doesn't match there is not delivered::
 
     8 bytes magic ‖ SHA-256 of the name ‖ 16 bytes generation ‖ u64 nbytes of the payload, little-endian ‖ payload
 """
@@ -18,6 +19,7 @@ import secrets
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -25,7 +27,7 @@ import torch
 
 from hs_cache.attachment import Link
 from hs_cache.devices import NO_DEVICES, Cut, Moment
-from hs_cache.effects import Budget, Call, Steps
+from hs_cache.effects import Budget, Peer, Steps
 from hs_cache.extents import ALIGNMENT
 from hs_cache.keys import KEY_BYTES, ChunkKeys
 from hs_cache.leases import Lease, this_process
@@ -139,7 +141,8 @@ class Parcels:
     def put(self, name: ParcelName, content: Content) -> Steps[Sent | None]:
         """Leave a parcel on the node that serves this client, in the place of any other of that name.
 
-        None when there is no room, or the node can't be reached; then there is no parcel of that name on it.
+        None when there is no room, or the node can't be reached. Then this one won't appear later, either; one that was
+        there before is gone, unless the node didn't hear of this.
         """
         sent: Sent | None = None
         return (
@@ -167,7 +170,7 @@ class Parcels:
         """Drop a parcel; whether there was one, None if that isn't known.
 
         Args:
-            generation: that one and no other of its name.
+            generation: that one and no other of its name; None for the one that is there when the node is asked.
             node_id: as for `take`.
         """
         dropped: bool | None = None
@@ -184,35 +187,36 @@ class Parcels:
 
     def _put_on(self, link: Link, name: ParcelName, content: Content, budget: Budget) -> Steps[Sent | None]:
         process, peer = this_process(), link.located.peer
-        for last in (False, True):
-            generation = secrets.token_bytes(KEY_BYTES)
-            parcel = _Parcel(name, generation, content)
-            request = ReserveRequest(
-                incarnation=link.incarnation,
-                client_id=process.client_id,
-                hold_id=process.next_id(),
-                space=generation,
-                keys=name.key,
-                num_tokens=1,
-                first_chunk=0,
-                specs=(LayerSpec(_LAYER, parcel.nbytes, _DTYPE),),
-                kv_local=False,
-                keep=True,
-            )
+        generation = secrets.token_bytes(KEY_BYTES)
+        parcel = _Parcel(name, generation, content)
+        request = ReserveRequest(
+            incarnation=link.incarnation,
+            client_id=process.client_id,
+            hold_id=process.next_id(),
+            space=generation,
+            keys=name.key,
+            num_tokens=1,
+            first_chunk=0,
+            specs=(LayerSpec(_LAYER, parcel.nbytes, _DTYPE),),
+            kv_local=False,
+            keep=True,
+        )
+        kept, done = link.mapping is not None, None
+        try:
             done = yield from self._session.write(link, request, parcel, NO_DEVICES, budget)
-            if done.stored:
-                try:
-                    if not done.alone:
-                        yield from self._drop_elsewhere(name, None, peer.node_id, budget)
-                except BaseException:
-                    process.releaser.end(link.incarnation, (request.hold_id,))
-                    raise
-                hold = (link.incarnation, request.hold_id) if link.mapping is not None else None
-                return Sent(name, generation, peer.node_id, content.nbytes, hold)
-            # What was there under this name is out of date, and in the way.
-            if last or not (yield Call(peer, "drop_key", (name.key,), budget.left_s)):
+            if not done.stored:
                 return None
-        raise AssertionError("unreachable")
+            if not done.alone:
+                yield from self._drop_elsewhere(name, None, peer.node_id, budget)
+        except BaseException:
+            if not kept:
+                process.releaser.post(partial(peer.post, "drop_key", name.key, generation))
+            elif done is not None:  # if not, it has been given up already
+                process.releaser.end(link.incarnation, (request.hold_id,))
+            raise
+        return Sent(
+            name, generation, peer.node_id, content.nbytes, (link.incarnation, request.hold_id) if kept else None
+        )
 
     def _take_on(self, link: Link, name: ParcelName, node_id: str, budget: Budget) -> Steps[Taken | None]:
         keys = ChunkKeys(name.key, 1, self._session.config.chunk_size)
@@ -236,13 +240,24 @@ class Parcels:
         self, link: Link, name: ParcelName, generation: bytes | None, node_id: str, budget: Budget
     ) -> Steps[bool | None]:
         here = link.located.peer
-        if node_id in ("", here.node_id):
-            there: bool | None = yield from self._session.tell(here, "drop_key", name.key, generation, budget=budget)
-            if there or there is None or node_id:
-                return there
-            return (yield from self._drop_elsewhere(name, generation, here.node_id, budget))
-        answer: bool | None = yield from self._session.tell(node_id, "drop_key", name.key, generation, budget=budget)
-        return answer
+        if node_id not in ("", here.node_id):
+            return (yield from self._drop_there(node_id, name, generation, budget))
+        there = yield from self._drop_there(here, name, generation, budget)
+        if there or there is None or node_id:
+            return there
+        return (yield from self._drop_elsewhere(name, generation, here.node_id, budget))
+
+    def _drop_there(
+        self, whom: Peer | str, name: ParcelName, generation: bytes | None, budget: Budget
+    ) -> Steps[bool | None]:
+        """Drop it on one node, where it is asked first for a generation that isn't known: to drop whatever is there
+        when the call arrives might hit a later put."""
+        if generation is None:
+            generation = yield from self._session.tell(whom, "key_space", name.key, budget=budget)
+        if not generation:
+            return None if generation is None else False
+        dropped: bool | None = yield from self._session.tell(whom, "drop_key", name.key, generation, budget=budget)
+        return dropped
 
     def _drop_elsewhere(
         self, name: ParcelName, generation: bytes | None, here: str, budget: Budget
@@ -255,7 +270,7 @@ class Parcels:
             (node_id,) = where
             if not node_id:
                 return dropped
-            there = yield from self._session.tell(node_id, "drop_key", name.key, generation, budget=budget)
+            there = yield from self._drop_there(node_id, name, generation, budget)
             if there is None:
                 return None
             dropped = dropped or there

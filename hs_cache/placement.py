@@ -27,6 +27,7 @@ class Reservation:
         headless: whether the head of the prefix may be on another node.
         replace: whether what is written replaces what is there.
         keep: whether what is written stays held when it is committed.
+        caller: under which id a client asked for it, where it isn't the one who holds it.
         retired: whether its key space was retired meanwhile, so that nothing of it becomes visible.
     """
 
@@ -40,6 +41,7 @@ class Reservation:
     headless: bool
     replace: bool = False
     keep: bool = False
+    caller: tuple[bytes, int] | None = None
     present: dict[int, Chunk] = field(default_factory=dict)
     writes: dict[int, dict[int, Extent]] = field(default_factory=dict)
     retired: bool = False

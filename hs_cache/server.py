@@ -129,7 +129,7 @@ class CacheServer:
             StaleRevisionError: the rows are of another revision than the model's current one.
         """
         with self._granting(request) as hold:
-            return self._reserve(hold, request)
+            return self._reserve(hold, request, keep=request.keep)
 
     def commit(self, incarnation: bytes, client_id: bytes, hold_id: int) -> CommitReply:
         """Make what a client wrote visible.
@@ -211,10 +211,17 @@ class CacheServer:
         """A whole store for a client without the mapping; `flat` is what `hs_cache.rows.flatten` made. Blocks for the
         copy.
 
+        What the client gives up by a release of the request's id, before or meanwhile, does not become visible. The
+        memory is held by this process: a release can't free it under the copy. Nothing is kept, since of such a client
+        it isn't known when it is gone.
+
         Raises:
+            StaleIncarnationError: the request was meant for a predecessor, or was given up.
             InvalidInputError: as `reserve`, or `flat` has another size than the request says.
             StaleRevisionError: as `reserve` and `commit`.
         """
+        self._check_incarnation(request.incarnation)
+        self._store.release(request.client_id, request.releases)
         first_token = request.first_chunk * self._config.chunk_size
         expected = sum(spec.row_bytes for spec in request.specs) * (request.num_tokens - first_token)
         if flat.nbytes != expected:
@@ -222,7 +229,7 @@ class CacheServer:
                 f"flat: got {flat.nbytes} bytes, expected {expected} for the tokens and layers named"
             )
         with self._own_hold() as hold:
-            reply = self._reserve(hold, request)
+            reply = self._reserve(hold, request, caller=(request.client_id, request.hold_id))
             copy_flat_in(self._memory, reply.runs, request.specs, flat, first_token)
             return self._commit(hold)
 
@@ -342,6 +349,10 @@ class CacheServer:
         """
         return self._store.drop(check_key(key), space=space)
 
+    def key_space(self, key: bytes) -> bytes:
+        """The fingerprint of the key space that a chunk is of, ``b""`` when it isn't there: for `drop_key`."""
+        return self._store.space_of(check_key(key))
+
     def stats(self) -> NodeStatistics:
         """A snapshot."""
         with self._lock:
@@ -399,9 +410,12 @@ class CacheServer:
         self._memory = memoryview(b"")
         self._pool.close()
 
-    def _check_attached(self, incarnation: bytes, client_id: bytes) -> None:
+    def _check_incarnation(self, incarnation: bytes) -> None:
         if incarnation != self._pool.incarnation:
             raise StaleIncarnationError("this pool's owner has been restarted since the client attached")
+
+    def _check_attached(self, incarnation: bytes, client_id: bytes) -> None:
+        self._check_incarnation(incarnation)
         if client_id not in self._clients:
             raise StaleIncarnationError("this client is not attached here, or counted as gone")
 
@@ -460,7 +474,9 @@ class CacheServer:
             if spec.dtype not in DTYPE_BYTES or spec.hidden_dim < 1:
                 raise InvalidInputError(f"specs: got {spec}, expected a known dtype and a hidden_dim of 1 or more")
 
-    def _reserve(self, hold: HoldId, request: ReserveRequest) -> ReserveReply:
+    def _reserve(
+        self, hold: HoldId, request: ReserveRequest, *, keep: bool = False, caller: HoldId | None = None
+    ) -> ReserveReply:
         named = self._checked_keys(request)
         keys = list(named)
         self._check_specs(request)
@@ -475,7 +491,8 @@ class CacheServer:
                 specs=request.specs,
                 kv_local=request.kv_local,
                 replace=request.keep,
-                keep=request.keep and hold[0] in self._clients,  # of no other is it known when it is gone
+                keep=keep,
+                caller=caller,
             )
         if request.kv_local and (names := self._kv_names(named)) is not None:
             # Noted now and awaited at the commit: it overlaps the copy, and an eviction reported later still counts.

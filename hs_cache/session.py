@@ -696,16 +696,11 @@ class Session:
         """Reserve, copy, commit; or all at once, where the pool isn't mapped."""
         peer = link.located.peer
         if link.mapping is None:
-            flat: list[Flat] = []
-            yield Work(lambda: flat.append(_flat(rows, moment)))
-            budget.restart()
-            deadline_s = budget.left_s + transfer_s(rows.nbytes)
-            far: CommitReply = yield Call(peer, "store_rows", (request, flat[0]), deadline_s, carries_rows=True)
-            return far
+            return (yield from self._send(link, request, rows, moment, budget))
         give_up = partial(self._process.releaser.end, link.incarnation, (request.hold_id,))
         copying: Work | None = None
         try:
-            reply = yield from self._with_releases(link, "reserve", request, budget)
+            reply = yield from self._with_releases(link, "reserve", request, budget.left_s)
             if reply.runs:
                 copying = Work(partial(_copy_in, rows, link.mapping, reply.runs, moment))
                 yield copying
@@ -715,6 +710,26 @@ class Session:
             )
         except BaseException:
             _after(copying, give_up)
+            raise
+        return done
+
+    def _send(
+        self, link: Link, request: ReserveRequest, rows: Writable, moment: Moment, budget: Budget
+    ) -> Steps[CommitReply]:
+        flat: list[Flat] = []
+        yield Work(lambda: flat.append(_flat(rows, moment)))
+        budget.restart()
+        deadline_s = budget.left_s + transfer_s(rows.nbytes)
+        try:
+            done: CommitReply = yield from self._with_releases(
+                link, "store_rows", request, deadline_s, flat[0], carries_rows=True
+            )
+        except BaseException:
+            # It may still be carried out, and must not replace then what was stored in the meantime.
+            release = partial(
+                link.located.peer.post, "release", link.incarnation, request.client_id, (request.hold_id,)
+            )
+            self._process.releaser.post(release, (link.incarnation, request.hold_id))
             raise
         return done
 
@@ -743,7 +758,7 @@ class Session:
                 releaser.end(link.incarnation, (request.hold_id,))
 
         try:
-            reply: LeaseReply = yield from self._with_releases(link, "lease", request, budget)
+            reply: LeaseReply = yield from self._with_releases(link, "lease", request, budget.left_s)
             own = Piece(reply.specs, 0, reply.num_tokens, reply.runs, mapping.write_view(), pool=mapping)
             pieces = (own,) if reply.num_tokens else ()
             found = Gathered(pieces, reply.ended_by, reply.alone, link.located.peer.node_id)
@@ -811,7 +826,7 @@ class Session:
         request = self._lease_request(link, ask, budget)
         give_up = partial(self._process.releaser.end, link.incarnation, (request.hold_id,))
         try:
-            reply: PlanReply = yield from self._with_releases(link, "plan", request, budget, hold)
+            reply: PlanReply = yield from self._with_releases(link, "plan", request, budget.left_s, hold)
             node_id = link.located.peer.node_id
             own = Piece(reply.specs, 0, reply.num_tokens, (), node_id=node_id)
             found = Gathered((own,) if reply.num_tokens else (), reply.ended_by, reply.alone, node_id)
@@ -878,15 +893,20 @@ class Session:
             counted=ask.counted,
         )
 
-    def _with_releases(self, link: Link, method: str, request: Any, budget: Budget, *more: Any) -> Steps[Any]:
+    def _with_releases(
+        self, link: Link, method: str, request: Any, timeout_s: float, *more: Any, carries_rows: bool = False
+    ) -> Steps[Any]:
         """A call that also carries what has ended, so that memory is free again before more is asked for."""
         releases: tuple[int, ...] = ()
         try:
             releases = self._process.releaser.take(link.incarnation)
-            reply = yield Call(link.located.peer, method, (replace(request, releases=releases), *more), budget.left_s)
+            arguments = (replace(request, releases=releases), *more)
+            reply = yield Call(link.located.peer, method, arguments, timeout_s, carries_rows)
         except BaseException:
             self._process.releaser.end(link.incarnation, releases)
             raise
+        if releases:
+            self._process.releaser.taken(link.incarnation, releases)
         return reply
 
 

@@ -156,6 +156,7 @@ class HiddenStateStore:
         kv_local: bool,
         replace: bool = False,
         keep: bool = False,
+        caller: HoldId | None = None,
     ) -> Reserved:
         """Find room for the layers of chunks ``first_chunk ..`` that aren't there yet, and hold the chunks that are.
 
@@ -165,13 +166,20 @@ class HiddenStateStore:
         room is used.
 
         With `replace`, chunks ``first_chunk ..`` are written whatever there is of them, and the commit puts them in the
-        place of that, in one step. With `keep`, which implies it, they stay held under the same id once they are
-        committed: they are not evicted, and are dropped when that hold ends. Whoever drops such a chunk ends its hold.
+        place of that, in one step. Where there is no room for all of them beside what they replace, that is dropped at
+        once, whether there is room then or not: it is out of date. With `keep`, which implies `replace`, they stay held
+        under the same id once they are committed: they are not evicted, and are dropped when that hold ends. Whoever
+        drops such a chunk ends its hold.
+
+        `caller` is the id of the client for whom somebody else holds and writes this: when it has released that, before
+        this call or before the commit, nothing becomes visible; but the memory is the writer's until `hold` ends.
 
         Raises:
             InvalidInputError: a layer has another hidden_dim or dtype in this key space, or the id is in use.
+            StaleIncarnationError: the caller has given it up.
         """
         with self._lock:
+            self._check_caller(caller)
             if self._given_up(hold):
                 return Reserved((), len(keys) - first_chunk)
             self._check_specs(space, specs)
@@ -186,6 +194,7 @@ class HiddenStateStore:
                 headless=not self._alone,
                 replace=replace or keep,
                 keep=keep,
+                caller=caller,
             )
             self._holds[hold] = held
             for spec in specs:
@@ -195,6 +204,9 @@ class HiddenStateStore:
                     self._table.hold(chunk)
                     held.present[position] = chunk
             refused, evicted = place(self._table, held)
+            if refused and self._drop_replaced(held):
+                refused, more = place(self._table, held)
+                evicted += more
             self._note_changes(evicted > 0)
             self._refused_total += refused
             self._evicted_total += evicted
@@ -211,13 +223,19 @@ class HiddenStateStore:
         they are to be replaced.
 
         Raises:
-            StaleIncarnationError: there is no such reservation (it was given up, or its client counted as gone).
+            StaleIncarnationError: there is no such reservation (it was given up, or its client counted as gone), or its
+                caller has given it up; then what was written is free again.
             StaleRevisionError: its key space was retired meanwhile; what was written is free again.
         """
         with self._lock:
             held = self._holds.get(hold)
             if not isinstance(held, Reservation):
                 raise StaleIncarnationError("this reservation is no longer held here")
+            try:
+                self._check_caller(held.caller)
+            except StaleIncarnationError:
+                self._end(hold)
+                raise
             if held.retired:
                 self._end(hold)
                 raise StaleRevisionError(
@@ -226,9 +244,8 @@ class HiddenStateStore:
                 )
             stored = present = 0
             kept: dict[Chunk, None] = {}
-            for position in held.writes if held.replace else ():
-                if (chunk := self._table.get(held.keys[position])) is not None:
-                    self._unlink(chunk, "")
+            if held.replace:
+                self._drop_all(held.keys[position] for position in held.writes)
             for position in range(held.first_chunk, len(held.keys)):
                 if position in held.writes:
                     linked, new = self._link(held, position)
@@ -345,9 +362,16 @@ class HiddenStateStore:
             gone = [hold for hold in self._holds if hold[0] == owner]
             for hold in gone:
                 self._end(hold)
-            for hold in [hold for hold in self._tombstones if hold[0] == owner]:
+            writing = {held.caller for held in self._holds.values() if isinstance(held, Reservation)}
+            for hold in [hold for hold in self._tombstones if hold[0] == owner and hold not in writing]:
                 del self._tombstones[hold]
             return len(gone)
+
+    def space_of(self, key: bytes) -> bytes:
+        """The key space that a chunk is of, ``b""`` when it isn't there; no effect on the order."""
+        with self._lock:
+            chunk = self._table.get(key)
+            return chunk.space if chunk is not None else b""
 
     def survey(self, keys: Sequence[bytes], layers: tuple[int, ...]) -> Survey:
         """What there is of a prefix; no effect on the order."""
@@ -454,8 +478,8 @@ class HiddenStateStore:
         """Audit every invariant from the ground up; raises AssertionError. Takes the lock; O(everything).
 
         No two extents overlap; every byte is free, reserved, resident or stranded; nothing held is free; each
-        chunk counts its holds; a lease has all its layers; what is kept is in the index, and knows by whom; heads are
-        warmer than tails; a layer has one spec per key space.
+        chunk counts its holds; a lease has all its layers; what is kept is in the index, and knows by whom; nothing
+        is held under an id that was given up; heads are warmer than tails; a layer has one spec per key space.
         """
         with self._lock:
             holds: Counter[Chunk] = Counter()
@@ -479,6 +503,8 @@ class HiddenStateStore:
                     holds.update(held.present.values())
                     reserved += held.extents()
                     specs += ((held.space, spec) for spec in held.specs)
+            assert self._tombstones.keys().isdisjoint(self._holds), "what was given up is held"
+            assert len(self._tombstones) <= _MAX_TOMBSTONES
             assert keepers == self._keepers, "a chunk doesn't know by whom it is kept"
             self._table.check(holds=holds, leases=leases, reserved=reserved, specs=specs)
 
@@ -497,6 +523,10 @@ class HiddenStateStore:
             raise InvalidInputError(f"hold_id: {hold[1]} is already in use by this client, expected a new one")
         return False
 
+    def _check_caller(self, caller: HoldId | None) -> None:
+        if caller is not None and self._given_up(caller):
+            raise StaleIncarnationError("the client has given up this store")
+
     def _check_specs(self, space: bytes, specs: tuple[LayerSpec, ...]) -> None:
         for spec in specs:
             known = self._table.spec_in_use(space, spec.layer_idx)
@@ -513,6 +543,21 @@ class HiddenStateStore:
         for chunk in chunks:
             self._table.hold(chunk)
             self._keepers[chunk] = hold
+
+    def _drop_replaced(self, held: Reservation) -> bool:
+        """Drop what is to be replaced, to make room; whether there was any, and all is to be placed anew."""
+        if not held.replace or not self._drop_all(held.keys[held.first_chunk :]):
+            return False
+        self._table.give_back(held.extents())
+        held.writes = {}
+        return True
+
+    def _drop_all(self, keys: Iterable[bytes]) -> int:
+        """Drop what something newer replaces; how many chunks were there."""
+        there = [chunk for key in dict.fromkeys(keys) if (chunk := self._table.get(key)) is not None]
+        for chunk in there:
+            self._unlink(chunk, "")
+        return len(there)
 
     def _unlink(self, chunk: Chunk, why: str) -> None:
         """Drop a chunk, and end the hold that kept it: nobody can take it any more."""

@@ -180,6 +180,37 @@ def test_what_a_request_took_along_is_not_sent_unless_it_is_given_back(monkeypat
     assert sent == [("new", 3), ("old", 1), ("old", 2)]
 
 
+def test_an_id_that_is_given_up_goes_at_once_and_with_every_request_until_one_is_answered() -> None:
+    releaser, sent = Releaser(), list[str]()
+
+    def lost() -> None:
+        raise ServiceError("gone")
+
+    releaser.post(lost, (OLD, 1))
+    releaser.post(lambda: sent.append("release"), (OLD, 2))
+    releaser.post(lambda: sent.append("drop"))
+    assert releaser.take(OLD) == releaser.take(OLD) == (1, 2)
+    assert releaser.take(NEW) == ()
+    releaser.flush()
+    releaser.flush()
+    assert sent == ["release", "drop"]
+    releaser.end(OLD, releaser.take(OLD))  # that request has failed
+    assert releaser.take(OLD) == (1, 2)
+    releaser.taken(OLD, (1,))
+    assert releaser.take(OLD) == (2,)
+    for number in range(2 * leases._MAX_GIVEN_UP):
+        releaser.post(lost, (NEW, number))
+    assert len(releaser.take(NEW)) == leases._MAX_GIVEN_UP
+
+
+def test_what_is_posted_is_sent_by_itself_also_where_a_request_has_gathered_it() -> None:
+    releaser, sent = Releaser(), list[int]()
+    releaser.start()
+    releaser.post(lambda: sent.append(1))
+    releaser.take(OLD)
+    poll(lambda: sent == [1], "it is sent")
+
+
 def test_a_node_that_cannot_be_told_is_told_later_and_keeps_no_other_waiting() -> None:
     releaser, sent, failures = Releaser(), list[tuple[str, int]](), [None] * 2
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from hs_cache import server as server_module
 from hs_cache.errors import ConfigMismatchError, InvalidInputError, StaleIncarnationError
 from hs_cache.keys import KVNames
 from hs_cache.machine import process_start_time
@@ -510,6 +511,40 @@ def test_rows_of_another_size_than_announced_are_refused(size: int) -> None:
     node = Node()
     with pytest.raises(InvalidInputError, match=f"flat: got {size} bytes, expected 192"):
         node.server.store_rows(reserve_request(node), np.zeros(size, np.uint8))
+    assert node.settled().num_chunks == 0
+
+
+def test_rows_that_are_given_up_while_they_are_copied_are_not_overwritten_and_do_not_appear(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node = Node(slots=3)
+    copy = server_module.copy_flat_in
+
+    def copy_flat_in(*arguments: Any) -> None:
+        node.server.release(node.pool.incarnation, CLIENT, [7])
+        node.server.store.check()
+        assert node.server.store.stats().reserved_bytes == node.server.store.stats().capacity_bytes
+        copy(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server_module, "copy_flat_in", copy_flat_in)
+        with pytest.raises(StaleIncarnationError, match="given up"):
+            node.server.store_rows(reserve_request(node, 7), np.zeros(192, np.uint8))
+    assert node.settled().num_chunks == 0
+    for request in (reserve_request(node, 8), reserve_request(node, 9, releases=(9,))):
+        node.server.release(node.pool.incarnation, CLIENT, [8])
+        with pytest.raises(StaleIncarnationError, match="given up"):
+            node.server.store_rows(request, np.zeros(192, np.uint8))
+    assert node.server.store_rows(reserve_request(node, 10), np.zeros(192, np.uint8)).stored == 3
+    node.settled()
+
+
+def test_rows_for_a_predecessor_are_refused() -> None:
+    node = Node()
+    request = reserve_request(node)
+    node.restart()
+    with pytest.raises(StaleIncarnationError):
+        node.server.store_rows(request, np.zeros(192, np.uint8))
     assert node.settled().num_chunks == 0
 
 

@@ -1154,6 +1154,65 @@ def test_what_does_not_fit_is_not_kept() -> None:
     store.check()
 
 
+@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize("leased", [True, False])
+def test_what_is_replaced_goes_first_where_there_is_no_room_for_both(fits: bool, leased: bool) -> None:
+    store = make_store(4)
+    keep(store, (OWNER, 1), "a", make_spec(slots=3))
+    keep(store, (OWNER, 2), "b", make_spec(1))
+    if leased:
+        lease(store, (b"reader", 1), "a")
+    space = make_space(salt="later").fingerprint  # a layer has one spec per key space
+    options = {"num_tokens": CHUNK_SIZE, "first_chunk": 0, "kv_local": False, "keep": True}
+    specs = (make_spec(slots=3 if fits else 4),)
+    reserved = store.reserve((OWNER, 3), space=space, keys=make_keys("a"), specs=specs, **options)  # type: ignore[arg-type]
+    store.check()
+    assert bool(reserved.runs) == (fits and not leased)
+    assert reserved.refused == 1 - bool(reserved.runs)
+    assert coverage(store, "a") == ".", "it is out of date in any case"
+    assert coverage(store, "b", 1) == "b"
+    assert store.commit((OWNER, 3)).stored == 1 - reserved.refused
+    store.check()
+    assert store.stats().num_kept == 2 - reserved.refused
+    assert store.space_of(make_keys("a")[0]) == (b"" if reserved.refused else space)
+
+
+def test_what_another_writes_is_given_up_by_its_caller() -> None:
+    store = make_store(4)
+    empty = store.stats()
+    options = {"space": make_space().fingerprint, "keys": make_keys("a"), "num_tokens": CHUNK_SIZE, "first_chunk": 0}
+    options |= {"specs": (make_spec(),), "kv_local": False, "caller": (OWNER, 7)}
+    store.release(OWNER, [7])
+    with pytest.raises(StaleIncarnationError, match="given up"):
+        store.reserve((b"node", 1), **options)  # type: ignore[arg-type]
+    assert store.stats() == empty
+    store.reserve((b"node", 2), **options)  # type: ignore[arg-type]
+    before = store.stats()
+    store.release(OWNER, [7])
+    store.release_owner(OWNER)
+    assert store.stats() == before, "its memory is still being written"
+    store.check()
+    with pytest.raises(StaleIncarnationError, match="given up"):
+        store.commit((b"node", 2))
+    store.check()
+    assert store.stats() == empty
+    store.reserve((b"node", 3), **options)  # type: ignore[arg-type]
+    assert store.commit((b"node", 3)).stored == 1
+    store.release(OWNER, [7])  # too late
+    assert coverage(store, "a") == "a"
+
+
+def test_tombstones_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hs_cache.store._MAX_TOMBSTONES", 8)
+    store = make_store(4)
+    put(store, "a")
+    for number in range(100):
+        store.release(bytes([number]), range(3))
+        store.check()
+    assert lease(store, (bytes([99]), 2), "a") == NOTHING
+    assert lease(store, (bytes([0]), 0), "a").num_tokens == CHUNK_SIZE
+
+
 def test_a_key_that_is_named_twice_is_kept_once() -> None:
     store = make_store(4)
     (key,) = make_keys("a")

@@ -60,6 +60,7 @@ class Writer:
     layers: tuple[int, ...]
     replace: bool
     keep: bool
+    caller: HoldId | None
     write_id: int
     runs: tuple[Run, ...]
 
@@ -90,6 +91,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.parents: dict[bytes, bytes | None] = {}
         self.spaces: dict[bytes, bytes] = {}
         self.retired: set[HoldId] = set()
+        self.given_up: set[HoldId] = set()
         self.alone = True
         self.published: set[bytes] = set()  # what whoever was told of every change takes to be there
 
@@ -109,9 +111,12 @@ class StoreMachine(RuleBasedStateMachine):
     def held_keys(self) -> set[bytes]:
         return set().union(*self.held.values())
 
-    @rule(target=holds, owner=OWNERS, tokens=PROMPTS, layers=LAYERS, skip=SKIPPED, way=WAYS)
-    def reserve(self, owner: bytes, tokens: tuple[int, ...], layers: tuple[int, ...], skip: int, way: str) -> HoldId:
-        hold, keys = self.new_hold(owner), self.keys_of(tokens)
+    @rule(target=holds, owner=OWNERS, tokens=PROMPTS, layers=LAYERS, skip=SKIPPED, way=WAYS, sent=st.booleans())
+    def reserve(
+        self, owner: bytes, tokens: tuple[int, ...], layers: tuple[int, ...], skip: int, way: str, sent: bool
+    ) -> HoldId:
+        caller = self.new_hold(owner) if sent else None
+        hold, keys = self.new_hold(b"node" if sent else owner), self.keys_of(tokens)
         first_chunk = min(skip, len(keys))
         before, held_before = self.there(), self.held_keys()
         specs = tuple(SPECS[layer] for layer in layers)
@@ -125,6 +130,7 @@ class StoreMachine(RuleBasedStateMachine):
             kv_local=True,
             replace=way == "replace",
             keep=way == "keep",
+            caller=caller,
         )
         after = self.there()
         anew = way != "first wins"
@@ -141,7 +147,15 @@ class StoreMachine(RuleBasedStateMachine):
         assert written == {(chunk, layer) for chunk, layer in missing if chunk in placed}, "refused from the tail"
 
         assert after <= before, "a reservation is invisible"
-        evicted = {key for key, _ in before - after}
+        replaced = (
+            set(keys[first_chunk:]) if anew and not {key for key, _ in after} & set(keys[first_chunk:]) else set()
+        )
+        gone = {key for key, _ in before - after}
+        assert not anew or reserved.refused == 0 or replaced == set(keys[first_chunk:]), "what is out of date stays"
+        assert reserved.refused or not gone & replaced & held_before, "dropped though there was room"
+        self.forget_dropped(gone & replaced)
+        held_before -= gone & replaced
+        evicted = gone - replaced
         assert not evicted & {key for key, _ in after}, "a chunk goes with all its layers"
         assert not evicted & held_before, "what is held is not evicted"
         kept = (
@@ -156,7 +170,9 @@ class StoreMachine(RuleBasedStateMachine):
         for key, _ in after:
             # With its head gone a chunk is of no use; only a hold may keep it.
             assert self.parents[key] not in evicted or key in self.held_keys(), "heads survive tails"
-        self.writers[hold] = Writer(tokens, first_chunk, layers, anew, way == "keep", self.next_id, reserved.runs)
+        self.writers[hold] = Writer(
+            tokens, first_chunk, layers, anew, way == "keep", caller, self.next_id, reserved.runs
+        )
         return hold
 
     @rule(target=holds, hold=consumes(holds))
@@ -170,6 +186,12 @@ class StoreMachine(RuleBasedStateMachine):
         specs = tuple(SPECS[layer] for layer in writer.layers)
         written = self.memory.read(writer.runs, specs)
         assert set(written.values()) <= {writer.write_id}, "somebody wrote into a reservation"
+        if hold in self.given_up:
+            with pytest.raises(StaleIncarnationError):
+                self.store.commit(hold)
+            self.forget([hold])
+            assert self.there() == before, "what was given up became visible"
+            return hold
         if hold in self.retired:
             with pytest.raises(StaleRevisionError):
                 self.store.commit(hold)
@@ -204,7 +226,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(tokens=PROMPTS, layers=LAYERS)
     def store_at_once(self, tokens: tuple[int, ...], layers: tuple[int, ...]) -> None:
-        hold = self.reserve(b"x", tokens, layers, 0, "first wins")
+        hold = self.reserve(b"x", tokens, layers, 0, "first wins", False)
         self.commit(hold)
 
     @rule(target=holds, owner=OWNERS, tokens=PROMPTS, layers=LAYERS, skip=SKIPPED, hinted=st.booleans())
@@ -276,6 +298,15 @@ class StoreMachine(RuleBasedStateMachine):
         self.forget([hold])
         assert self.there() == {(key, layer) for key, layer in before if key not in kept}, "what is kept goes with it"
         self.forget_dropped(kept)
+
+    @rule(hold=holds)
+    def give_up_what_another_writes(self, hold: HoldId) -> None:
+        writer = self.writers.get(hold)
+        if writer is not None and writer.caller is not None:
+            before = self.store.stats()
+            self.store.release(writer.caller[0], [writer.caller[1]])
+            self.given_up.add(hold)
+            assert self.store.stats() == before, "its memory is still being written"
 
     @rule(hold=finding)
     def release_while_finding(self, hold: HoldId) -> None:
@@ -364,7 +395,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.publish()
-        for owner in (b"x", b"y", b"z"):
+        for owner in (b"x", b"y", b"z", b"node"):
             self.store.release_owner(owner)
         stats = self.store.stats()
         assert (stats.reserved_bytes, stats.stranded_bytes, stats.leased_bytes) == (0, 0, 0)
