@@ -9,7 +9,6 @@ with -1 at the end.
 import logging
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from hs_cache.errors import ConfigError, InvalidInputError
 from hs_cache.kv_presence import KVStatistics, Presence, united
 from hs_cache.messages import split_keys
 from hs_cache.vllm_blocks import BlockTable, TableStatistics
-from hs_cache.vllm_stream import EventStream, StreamStatistics, Verdict
+from hs_cache.vllm_stream import EventStream, StreamStatistics
 from hs_cache.vllm_wire import Batch, read_batch
 
 try:
@@ -44,7 +43,18 @@ _RECONNECT_MS = 100
 _HEARTBEAT_MS = 1000
 _SILENCE_MS = 3000
 _REPLAY_S = 3.0
-"""How long an engine may take for each batch of a replay; it serves them between publishing, within 0.1 s."""
+"""How long an engine may take for an answer; it serves replays between publishing, within 0.1 s."""
+
+_PAUSE_S = 0.5
+"""How long it may pause within an answer, which it sends at a stretch: then the end was lost on its way."""
+
+_CATCH_UP_S = 30.0
+"""How long all answers may take that are needed until nothing is missing."""
+
+_KEPT_BATCHES = 100_000
+_REPLAYED_BATCHES = 20_000
+_REPLAYED_BYTES = 64 * 1024**2
+_AT_A_TIME = 100  # batches of a replay, before it is looked for live ones
 
 _RETRY_S = 5.0
 _SETTLE_S = 1.0
@@ -120,7 +130,7 @@ class VLLMEventsSource:
             unlisted=Presence.UNKNOWN.name.lower(),
             reports_total=sum(table.events_total for table in tables),
             engines=tuple(listener.endpoint for listener in listeners if listener.connected),
-            gaps_total=sum(listener.stream.lost_total + listener.stream.malformed_total for listener in listeners),
+            gaps_total=sum(listener.stream.lost_total for listener in listeners),
         )
 
     def listeners(self) -> list[ListenerStatistics]:
@@ -151,6 +161,59 @@ def decode(payload: bytes) -> Batch:
     return read_batch(message)
 
 
+class _Replay:
+    """One answer of an engine's replay, as far as it has come.
+
+    A socket for each: an answer that comes too late finds nobody, and is not taken for another's.
+    """
+
+    def __init__(self, context: Any, endpoint: str, start: int) -> None:
+        self.batches: list[tuple[int, bytes]] = []
+        self.ended = False
+        self._expected = start
+        self._bytes = 0
+        self._deadline = time.monotonic() + _REPLAY_S
+        self._quiet_at = self._deadline
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.set(zmq.LINGER, 0)
+        self.socket.set(zmq.RCVHWM, _QUEUED_BATCHES)
+        self.socket.set(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+        self.socket.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        self.socket.connect(endpoint)
+        self.socket.send_multipart([b"", start.to_bytes(_NUMBER_BYTES, "big")])
+
+    def read(self) -> None:
+        """Take what is there, without waiting.
+
+        Raises:
+            TimeoutError: it is nothing that was asked for.
+        """
+        for _ in range(_AT_A_TIME):
+            if self._full() or not self.socket.poll(0):
+                return
+            frames: list[bytes] = self.socket.recv_multipart()
+            # b"", number, payload; some releases have the topic before the number.
+            if frames[0] != b"" or len(frames) not in (3, 4) or len(frames[-2]) != _NUMBER_BYTES:
+                raise TimeoutError("it answers with something else than batches")
+            number = int.from_bytes(frames[-2], "big", signed=True)
+            if number == _END:
+                self.ended = True
+                return
+            if number < self._expected:
+                raise TimeoutError(f"it answers with batch {number} where {self._expected} or a later one was due")
+            self.batches.append((number, frames[-1]))
+            self._expected = number + 1
+            self._bytes += len(frames[-1])
+            self._quiet_at = time.monotonic() + _PAUSE_S
+
+    def over(self) -> bool:
+        """Whether it isn't waited for any longer."""
+        return self.ended or self._full() or time.monotonic() >= min(self._deadline, self._quiet_at)
+
+    def _full(self) -> bool:
+        return len(self.batches) >= _REPLAYED_BATCHES or self._bytes >= _REPLAYED_BYTES
+
+
 class _Listener(threading.Thread):
     """Hears one rank of an engine, and keeps its table."""
 
@@ -171,7 +234,10 @@ class _Listener(threading.Thread):
         self._ended = threading.Event()
         self._connected = False
         self._heard_topic: bytes | None = None
-        self._unread = False  # whether something may be had from replay that wasn't
+        self._poller = zmq.Poller()
+        self._replay: _Replay | None = None  # that is on its way
+        self._caught_up_by = 0.0
+        self._unanswered = False  # whether the last one didn't come
         self._check_at: float | None = None
         self._in_trouble = False
 
@@ -189,21 +255,23 @@ class _Listener(threading.Thread):
 
     def run(self) -> None:
         while not self._ended.is_set():
+            pause_s = _RECONNECT_MS / 1000
             try:
                 self._listen()
             except zmq.ZMQError as error:
                 if error.errno == zmq.ETERM:
                     return
                 self._trouble(f"can't be listened to: {error}")
-                self._ended.wait(_RETRY_S)
+                pause_s = _RETRY_S
             # A bug here must cost answers, not become a thread that is silently gone while its table goes on answering.
             except Exception:
                 logger.exception("KV events: what the engine at %s told is lost", self.endpoint)
                 self._stream.lose()
-                self._ended.wait(_RETRY_S)
+                pause_s = _RETRY_S
             finally:
                 self._connected = False
                 self._stream.disconnected()
+            self._ended.wait(pause_s)
 
     def _listen(self) -> None:
         """Hear one connection, from before it is there until it ends.
@@ -223,100 +291,101 @@ class _Listener(threading.Thread):
             monitor = subscriber.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
             subscriber.connect(self.endpoint)
             self._heard_topic, self._check_at = self._topic or None, None
+            self._poller = zmq.Poller()
+            self._poller.register(subscriber, zmq.POLLIN)
+            self._poller.register(monitor, zmq.POLLIN)
             self._hear(subscriber, monitor)
         finally:
+            self._end_replay()
             if monitor is not None:
                 subscriber.disable_monitor()
                 monitor.close(0)
             subscriber.close(0)
 
     def _hear(self, subscriber: Any, monitor: Any) -> None:
-        poller = zmq.Poller()
-        poller.register(subscriber, zmq.POLLIN)
-        poller.register(monitor, zmq.POLLIN)
         while not self._ended.is_set():
-            ready = dict(poller.poll(_POLL_MS))
+            ready = dict(self._poller.poll(_POLL_MS))
             if monitor in ready:
                 event = parse_monitor_message(monitor.recv_multipart())["event"]
                 if event == zmq.EVENT_DISCONNECTED:
                     self._trouble("is gone, so its KV is unknown")
-                    self._ended.wait(_RECONNECT_MS / 1000)
                     return
-                self._connected = True
+                self._connected, self._unanswered = True, False
                 self._recovered()
                 self._check(_SETTLE_S)
             elif subscriber in ready:
                 self._message(subscriber.recv_multipart())
-            if self._check_at is not None and time.monotonic() >= self._check_at:
+            if self._replay is not None:
+                self._follow(self._replay)
+            elif self._check_at is not None and time.monotonic() >= self._check_at:
                 self._check(_CHECK_S)
 
     def _message(self, frames: list[bytes]) -> None:
-        if len(frames) != 3 or len(frames[1]) != _NUMBER_BYTES:
-            self._stream.malformed()
-            return
-        topic, number, payload = frames[0], int.from_bytes(frames[1], "big"), frames[2]
-        if self._heard_topic is None:
-            self._heard_topic = topic
-        if topic != self._heard_topic:
-            return  # another publisher's, which counts for itself
-        if self._stream.receive(number, payload) is Verdict.TAKEN:
-            return
-        # While the engine doesn't answer it isn't asked for each batch: they would queue up behind the waiting.
-        if not self._unread and self._catch_up():
-            self._stream.settle(number, payload)
+        if len(frames) == 3 and len(frames[1]) == _NUMBER_BYTES:
+            topic, number, payload = frames[0], int.from_bytes(frames[1], "big"), frames[2]
+            if self._heard_topic is None:
+                self._heard_topic = topic
+            # Another publisher's counts for itself.
+            if topic != self._heard_topic or self._stream.receive(number, payload):
+                return
         else:
-            self._stream.skip_to(number, payload)
+            self._stream.malformed()
+        if self._replay is not None:
+            if self._stream.kept > _KEPT_BATCHES:
+                self._unreplayed("too much came meanwhile")
+        # While the engine doesn't answer it isn't asked for each batch: they would queue up behind the waiting.
+        elif self._replay_endpoint is None or self._unanswered:
+            self._stream.give_up()
+        else:
+            self._catch_up()
 
     def _check(self, again_in_s: float) -> None:
         """Ask for what wasn't heard, if the engine can be asked."""
         if self._replay_endpoint is not None:
-            self._check_at = time.monotonic() + (again_in_s if self._catch_up() else _RETRY_S)
+            self._check_at = time.monotonic() + again_in_s
+            if self._replay is None:
+                self._catch_up()
 
-    def _catch_up(self) -> bool:
-        """Whether the engine's replay was read."""
-        if self._replay_endpoint is None:
-            return False
+    def _catch_up(self) -> None:
+        self._caught_up_by = time.monotonic() + _CATCH_UP_S
+        self._ask(self._stream.ask())
+
+    def _ask(self, start: int) -> None:
+        assert self._replay_endpoint is not None
+        self._replay = _Replay(self._context, self._replay_endpoint, start)
+        self._poller.register(self._replay.socket, zmq.POLLIN)
+
+    def _follow(self, replay: _Replay) -> None:
+        """Go on with a replay; events are heard meanwhile."""
         try:
-            self._stream.catch_up(self._replay, afresh=self._unread)
+            replay.read()
+            if not replay.over():
+                return
+            self._end_replay()
+            start = self._stream.replayed(replay.batches, ended=replay.ended)
+            if start is not None and time.monotonic() >= self._caught_up_by:
+                raise TimeoutError(f"it has no end within {_CATCH_UP_S:g} s")
         except TimeoutError as error:
-            self._unread = True
-            self._check_at = time.monotonic() + _RETRY_S
-            self._trouble(f"doesn't replay what was missed: {error}")
-            return False
-        self._unread = False
+            self._unreplayed(str(error))
+            return
+        if start is not None:
+            self._ask(start)
+            return
+        self._unanswered = False
         self._recovered()
-        return True
 
-    def _replay(self, start: int) -> Iterator[tuple[int, bytes]]:
-        # A socket for each request: an answer that comes too late finds nobody, and is not taken for another's.
-        dealer = self._context.socket(zmq.DEALER)
-        try:
-            dealer.set(zmq.LINGER, 0)
-            dealer.set(zmq.RCVHWM, _QUEUED_BATCHES)
-            dealer.set(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
-            dealer.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
-            dealer.connect(self._replay_endpoint)
-            dealer.send_multipart([b"", start.to_bytes(_NUMBER_BYTES, "big")])
-            while True:
-                frames = self._replayed(dealer)
-                number = int.from_bytes(frames[-2], "big", signed=True)
-                if number == _END:
-                    return
-                if number >= start:
-                    yield number, frames[-1]
-        finally:
-            dealer.close(0)
+    def _unreplayed(self, why: str) -> None:
+        self._end_replay()
+        self._stream.give_up()
+        self._unanswered = True
+        self._check_at = time.monotonic() + _RETRY_S
+        self._trouble(f"doesn't replay what was missed: {why}")
 
-    def _replayed(self, dealer: Any) -> list[bytes]:
-        deadline = time.monotonic() + _REPLAY_S
-        while time.monotonic() < deadline and not self._ended.is_set():
-            if dealer.poll(_POLL_MS):
-                frames: list[bytes] = dealer.recv_multipart()
-                # b"", number, payload; some releases have the topic before the number.
-                if frames[0] == b"" and len(frames) in (3, 4) and len(frames[-2]) == _NUMBER_BYTES:
-                    return frames
-                raise TimeoutError("it answers with something else than batches")
-        raise TimeoutError(f"no answer within {_REPLAY_S:g} s")
+    def _end_replay(self) -> None:
+        if self._replay is not None:
+            self._poller.unregister(self._replay.socket)
+            self._replay.socket.close(0)
+            self._replay = None
 
     def _recovered(self) -> None:
         if self._in_trouble:

@@ -1,5 +1,6 @@
 """The source that listens to engines, over real sockets: whatever happens to engines, networks and messages."""
 
+import itertools
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import zmq
 
 from hs_cache.config import CacheConfig
 from hs_cache.errors import ConfigError
@@ -26,6 +28,7 @@ from tests.vllm_engine import (
     Extras,
     Form,
     PrefixCache,
+    encode,
     publishing,
     publishing_process,
     remove,
@@ -323,19 +326,21 @@ JUNK: list[list[bytes]] = [
 
 
 @pytest.mark.parametrize("frames", JUNK)
-def test_junk_makes_all_unknown_and_what_follows_counts(frames: list[bytes]) -> None:
+def test_junk_costs_what_the_engine_has_no_better_replay_for(frames: list[bytes]) -> None:
     with publishing() as engine, listening(engine.source) as source:
         until_connected(source)
         engine.publish(store("ab"))
         until(source, "ab", PRESENT)
-        if len(frames[1:2]) and frames[1] == (1).to_bytes(8, "big"):
+        published = frames[1:2] == [(1).to_bytes(8, "big")]
+        if published:
             engine._number += 1
             engine._buffer.append((1, frames[2]))
         engine.send_frames(frames)
         engine.publish(store("cd"))
         until(source, "cd", PRESENT)
-        assert ask(source, "ab") == [UNKNOWN]
+        assert ask(source, "ab") == [UNKNOWN if published else PRESENT]
         assert source.listeners()[0].stream.malformed_total == 1
+        assert source.stats().gaps_total == published
         assert source.listeners()[0].connected
 
 
@@ -397,6 +402,61 @@ def test_a_replay_that_hangs_costs_no_more_than_presence(
     assert caplog.text.count("doesn't replay") == 1
 
 
+@pytest.mark.parametrize("why", ["hangs", "isn't there"])
+def test_events_are_heard_while_a_replay_is_waited_for(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_events, "_REPLAY_S", 1000.0)
+    nowhere = {"replay_endpoint": f"tcp://127.0.0.1:{free_port()}"} if why == "isn't there" else {}
+    with publishing() as engine:
+        engine.answer(False)
+        with listening(engine.source | nowhere) as source:
+            first = engine.publish(store("ab"), lost=True)
+            wait_until(lambda: engine.send(*first) or ask(source, "ab") == [PRESENT], "ab is heard of")
+            waited_for = source._listeners[0]._replay
+            assert waited_for is not None
+            engine.publish(remove("ab"))
+            until(source, "ab", ABSENT)
+            assert source._listeners[0]._replay is waited_for
+
+
+def endless(first: int, step: int) -> Iterator[tuple[int, bytes]]:
+    """Answers of a replay that never ends."""
+    for number in itertools.count(first, step):
+        yield number, encode([store("xy")], ts=-1.0)
+
+
+@pytest.mark.parametrize(("step", "said"), [(0, "batch 0 where 1 or a later one was due"), (1, "no end within 0.5 s")])
+def test_a_replay_that_never_ends_is_given_up(
+    step: int, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(vllm_events, "_REPLAY_S", 0.2)
+    monkeypatch.setattr(vllm_events, "_CATCH_UP_S", 0.5)
+    answers: dict[bytes, Iterator[tuple[int, bytes]]] = {}
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router, publishing(replay=False) as engine:
+        router.set(zmq.LINGER, 0)
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+
+        def answer(payload: bytes) -> bool:
+            if router.poll(1):
+                client, _, start = router.recv_multipart()
+                begun = [(0, payload)] if int.from_bytes(start, "big") == 0 else []
+                answers.clear()
+                answers[client] = itertools.chain(begun, endless(step and int.from_bytes(start, "big") + 1, step))
+            for client, batches in answers.items():
+                number, content = next(batches)
+                router.send_multipart([client, b"", number.to_bytes(8, "big"), content])
+            return True
+
+        with listening(engine.source | {"replay_endpoint": f"tcp://127.0.0.1:{port}"}) as source:
+            number, payload = engine.publish(store("ab"), lost=True)
+            wait_until(
+                lambda: answer(payload) and (engine.send(number, payload) or said in caplog.text), "it is given up"
+            )
+            engine.send(100_000_000, encode([store("cd")]))
+            wait_until(lambda: answer(payload) and ask(source, "cd") == [PRESENT], "what follows counts")
+            engine.send(100_000_001, encode([remove("cd")]))
+            wait_until(lambda: answer(payload) and ask(source, "cd") == [ABSENT], "it is heard")
+
+
 def test_an_engine_that_isnt_there() -> None:
     endpoint, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
     with listening({"endpoint": endpoint, "replay_endpoint": replay}) as source:
@@ -437,7 +497,7 @@ def test_an_error_of_our_own_costs_what_was_known_and_no_thread(
 
 def test_a_long_replay_that_overflows_on_its_way_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_events, "_QUEUED_BATCHES", 5)
-    monkeypatch.setattr(vllm_events, "_REPLAY_S", 1.0)
+    monkeypatch.setattr(vllm_events, "_PAUSE_S", 0.1)
     monkeypatch.setattr(vllm_events, "_SETTLE_S", 1000.0)
     long = {"type": "Unheard", "padding": "x" * 500_000}
     with publishing(replay_queue=5) as engine:
