@@ -234,6 +234,7 @@ def test_an_engine_that_stops_for_a_while(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_subscriber_that_is_too_slow_loses_nothing_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_events, "_QUEUED_BATCHES", 5)
+    monkeypatch.setattr(vllm_events, "_SETTLE_S", 1000.0)
     monkeypatch.setattr(vllm_events, "_CHECK_S", 1000.0)
     batches, long = 400, {"type": "Unheard", "padding": "x" * 50_000}  # far more than queues and TCP's buffers take
     with publishing(queue=5) as engine, listening(engine.source) as source:
