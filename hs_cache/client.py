@@ -602,6 +602,14 @@ def _connect(config: Any, service: str, session: Session) -> tuple[Router, Sessi
             f"chunk_size: the running service {service!r} has {session.config.chunk_size}, "
             f"config says {wanted.chunk_size}"
         )
+    models = {source.model for source in session.config.kv_events}
+    if session.config.kv_source == "vllm_events" and session.key_space.model not in models:
+        logger.warning(
+            "hs_cache: service %r listens to engines of the models %s (kv_events), not of %r, whose KV is unknown",
+            service,
+            ", ".join(map(repr, sorted(models))),
+            session.key_space.model,
+        )
     if differing := wanted.differences(session.config):
         logger.warning("hs_cache: service %r runs already, and keeps its settings: %s", service, "; ".join(differing))
     return router, session

@@ -288,7 +288,9 @@ def test_the_example_of_the_documentation_loads(tmp_path: Path) -> None:
     text = Path(__file__).parents[2].joinpath("docs/kv_events.md").read_text(encoding="utf-8")
     (source,) = load(write(tmp_path, text.split("```yaml\n")[1].split("```")[0])).kv_events
     assert (source.model, source.dp_ranks, source.endpoints(1)[1]) == ("thinker", 2, "tcp://127.0.0.1:5658")
-    (variable,) = load(HS_CACHE_KV_EVENTS=text.split("HS_CACHE_KV_EVENTS='")[1].split("'")[0]).kv_events
+    (variable,) = load(
+        HS_CACHE_KV_SOURCE="vllm_events", HS_CACHE_KV_EVENTS=text.split("HS_CACHE_KV_EVENTS='")[1].split("'")[0]
+    ).kv_events
     assert variable.endpoint == source.endpoint
 
 
