@@ -174,6 +174,7 @@ def test_a_change_outlives_the_actors_that_know_of_it(nodes: Nodes, start_servic
         kill(on_controller(service, probes.pid_of))
         for node_id in (nodes.head, nodes.one):
             kill(pid_of(service, HIDDEN_STATES, node_id))
+        wait_until(lambda: old.stats().node, "this node is back")
         new = client(service, model)
     finally:
         os.kill(pid, signal.SIGCONT)
