@@ -43,8 +43,12 @@ runner: $(READY)  ## run an engine's loop: continuous batching, chunked prefill,
 	$(BIN)/python examples/vllm_style_runner.py
 
 .PHONY: test
-test: $(READY)  ## run all tests
-	$(BIN)/python -m pytest --durations=10
+test: $(READY)  ## run all tests but the long ones
+	$(BIN)/python -m pytest -m 'not long' --durations=10
+
+.PHONY: test-long
+test-long: $(READY)  ## run the long tests: examples, connectors, event sources, a short chaos run
+	$(BIN)/python -m pytest -m long --durations=10
 
 .PHONY: test-unit
 test-unit: $(READY)  ## run the tests that start no Ray

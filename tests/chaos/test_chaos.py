@@ -9,6 +9,8 @@ import pytest
 
 from tests.processes import ROOT
 
+pytestmark = pytest.mark.long
+
 SECONDS = os.environ.get("CHAOS_SECONDS", "15")
 SEED = os.environ.get("CHAOS_SEED", "1")
 _STARTS_AND_AUDITS_S = 240

@@ -16,6 +16,8 @@ import torch
 import hs_cache
 from tests.cluster.conftest import StartService
 
+pytestmark = pytest.mark.long
+
 pytest.importorskip("transformers")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

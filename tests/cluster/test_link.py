@@ -29,6 +29,8 @@ from hs_cache.config import CacheConfig
 from hs_cache.router import find_controller
 from tests.processes import ROOT, wait_until
 
+pytestmark = pytest.mark.long
+
 PORT = 6379
 CHUNK_SIZE = 16
 RPC_TIMEOUT_S = 1.0

@@ -256,6 +256,7 @@ def _wait_for_more(user: Any, *kinds: str) -> None:
     wait_until(has_more, f"a user of the service goes on: {', '.join(kinds)}")
 
 
+@pytest.mark.long
 def test_nodes_that_join_and_leave(cluster: Cluster, nodes: Nodes, everywhere: str) -> None:
     cache = client(everywhere, "come and go")
     services = gpu, labelled = new_name(), new_name()

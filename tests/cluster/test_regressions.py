@@ -238,6 +238,7 @@ def _in_the_other_cluster(
     return found
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_process_that_changes_clusters(address: str, start_service: StartService) -> None:
     service = start_service()

@@ -15,6 +15,8 @@ from tests.cluster.nodes import pid_of, this_node
 from tests.processes import kill, wait_until
 from tests.vllm_engine import PrefixCache, PublisherProcess, Span, publishing_process
 
+pytestmark = pytest.mark.long
+
 BLOCK, MODEL = 2, "engine's"
 TOKENS = list(range(12))
 

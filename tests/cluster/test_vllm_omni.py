@@ -24,6 +24,8 @@ from tests.cluster.conftest import StartService
 from tests.cluster.nodes import SLACK_S, add_node, on_node, pid_of, removed_at_the_end, this_node, within
 from tests.processes import Child, kill, wait_until
 
+pytestmark = pytest.mark.long
+
 LARGE = {"num_tokens": 1024, "hidden_dim": 512}
 
 

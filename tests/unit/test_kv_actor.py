@@ -2,7 +2,6 @@
 
 import pytest
 
-from actors import kv_actor
 from actors.kv_actor import KVActor
 from hs_cache.config import CacheConfig
 from hs_cache.errors import InvalidInputError
@@ -15,7 +14,8 @@ def test_only_none_is_unbound() -> None:
 
 
 def test_a_source_that_is_not_listed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_actor, "_SOURCES", {})
+    # Not of the module: once Ray has loaded the class here, by value, its methods have globals of their own.
+    monkeypatch.setitem(KVActor.__init__.__globals__, "_SOURCES", {})
     with pytest.raises(KeyError, match="lmcache"):  # as unbound all KV would count as present
         KVActor(CacheConfig(kv_source="lmcache"))
 
