@@ -427,14 +427,14 @@ def test_a_producer_that_is_killed(here: HiddenStateCacheConnector, service: str
     assert stages.is_payload(taken[0], 1, **LARGE)
 
 
-def test_many_puts_and_cleanups(here: HiddenStateCacheConnector, service: str) -> None:
-    keys = [f"r{number}" for number in range(300)]
+def test_a_thousand_puts_and_cleanups(here: HiddenStateCacheConnector, service: str) -> None:
+    keys = [f"r{number}" for number in range(1000)]
     for key in keys:
         assert here.put("0", "1", key, {"rows": torch.zeros(500), "key": key})[0]
-    assert store_on(service, this_node()).num_kept == 300
+    assert store_on(service, this_node()).num_kept == 1000
     taken = [here.get("0", "1", key) for key in keys[:100]]
     assert [found[0]["key"] for found in taken if found is not None] == keys[:100]
-    assert [here.cleanup(key) for key in keys] == [False] * 100 + [True] * 200
+    assert [here.cleanup(key) for key in keys] == [False] * 100 + [True] * 900
     stats = store_on(service, this_node())
     assert (stats.num_kept, stats.num_chunks) == (0, 0)
 
