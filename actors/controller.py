@@ -115,8 +115,9 @@ class CacheController:
         with self._lock:
             revisions = Revisions(self._revisions.table())
             change = revisions.change(model, revision)
-            save_revisions(self._service, revisions.table())  # before anyone hears of it
-            self._revisions = revisions
+            if change.changed:
+                save_revisions(self._service, revisions.table())  # before anyone hears of it
+                self._revisions = revisions
             return change
 
     def stats(self) -> ControllerStatistics:

@@ -42,6 +42,7 @@ __all__ = [
     "MMSpan",
     "TokenDatabase",
     "TokenIds",
+    "hash_in_steps",
     "normalise_token_ids",
 ]
 
@@ -430,6 +431,12 @@ def _first_misfit(token_ids: Sequence[Any]) -> str:
     return f"a {type(token_ids).__name__} that changed while it was read"
 
 
+def hash_in_steps(digest: "hashlib._Hash", data: bytes | memoryview) -> None:
+    """Update a digest of hashlib's with `data`, in pieces for which it keeps the GIL."""
+    for start in range(0, len(data), _HASH_STEP_BYTES):
+        digest.update(data[start : start + _HASH_STEP_BYTES])
+
+
 def _hash_chain(space: KeySpace, known: bytes, tokens: memoryview, extras: dict[int, bytearray]) -> bytes:
     chunk_bytes = space.chunk_size * _TOKEN_BYTES
     key = known[-KEY_BYTES:] or space.fingerprint
@@ -437,8 +444,7 @@ def _hash_chain(space: KeySpace, known: bytes, tokens: memoryview, extras: dict[
     for chunk, start in enumerate(range(0, len(tokens), chunk_bytes), len(known) // KEY_BYTES):
         end = min(start + chunk_bytes, len(tokens))
         digest = hashlib.sha256(key + _u64(end - start))
-        for step in range(start, end, _HASH_STEP_BYTES):
-            digest.update(tokens[step : min(step + _HASH_STEP_BYTES, end)])
+        hash_in_steps(digest, tokens[start:end])
         extra = extras.get(chunk)
         digest.update(_NO_EXTRAS if extra is None else _u64(len(extra)) + extra)
         key = digest.digest()[:KEY_BYTES]

@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from hs_cache.config import LMCACHE_HASHES, CacheConfig, is_hash_seed
 from hs_cache.errors import InvalidInputError
-from hs_cache.keys import KEY_BYTES, MMSpan
+from hs_cache.keys import KEY_BYTES, MMSpan, hash_in_steps
 
 __all__ = ["EngineNaming", "LMCacheNaming", "chunk_hash", "name_of", "probe_tokens"]
 
@@ -39,8 +39,6 @@ _PROBE_STEP = 7
 _MASK64 = 2**64 - 1
 _VALUES_PER_DIGEST = 8
 _NO_EXTRAS = b"\x80"  # the empty tuple, in CBOR
-# As in `hs_cache.keys`: hashlib lets go of the GIL for 2048 bytes or more at once, which costs more than hashing them.
-_HASH_STEP_BYTES = 2040
 # In CBOR an integer is one byte alone, or one byte and then 1, 2, 4 or 8.
 _SIZES = np.array([1, 2, 3, 5, 9], dtype=np.int64)
 _LIMITS = ((24, 2), (1 << 8, 3), (1 << 16, 5), (1 << 32, 9))  # from that value on it takes so many
@@ -157,8 +155,7 @@ def _sha256_chain(parent: int, tokens: npt.NDArray[np.int64], chunk_size: int) -
     for start, end in zip(starts, ends, strict=True):
         count = min(chunk_size, len(tokens) - start)
         digest = hashlib.sha256(b"\x83" + _cbor_head(0, parent) + _cbor_head(4, count))
-        for step in range(begin, end, _HASH_STEP_BYTES):
-            digest.update(body[step : min(step + _HASH_STEP_BYTES, end)])
+        hash_in_steps(digest, body[begin:end])
         digest.update(_NO_EXTRAS)
         parent, begin = _fold(digest.digest()), end
         hashes.append(parent)

@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hs_cache.config import CacheConfig
-from hs_cache.keys import KEY_BYTES, KeySpace, MMSpan
+from hs_cache.keys import KEY_BYTES, KeySpace, MMSpan, hash_in_steps
 from hs_cache.lora import adapter_name
 
 HEAD_BYTES = 12
@@ -48,7 +48,6 @@ Item: TypeAlias = tuple[bytes, int | None]
 
 _FORMAT = "hs_cache.vllm_names/1"
 _TOKEN_BYTES = 8
-_HASH_STEP_BYTES = 2040  # see hs_cache.keys: from 2048 on hashlib lets go of the GIL, which costs more than it gives
 
 
 class VLLMNaming:
@@ -130,8 +129,7 @@ def chunk_name(previous: bytes, tokens: bytes | memoryview, media: Mapping[int, 
         if media[block]
     )
     digest = hashlib.sha256(previous[:HEAD_BYTES] + struct.pack("<Q", len(tokens)))
-    for step in range(0, len(tokens), _HASH_STEP_BYTES):
-        digest.update(tokens[step : step + _HASH_STEP_BYTES])
+    hash_in_steps(digest, tokens)
     digest.update(struct.pack("<Q", len(listed)) + listed)
     head = digest.digest()[:HEAD_BYTES]
     starts = [start for block in sorted(media) for _, start in media[block]]
