@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -39,13 +39,36 @@ def kill(pid: int) -> None:
     wait_until(lambda: not is_running(pid), f"process {pid} is gone")
 
 
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """A process that is there and does nothing. SIGSTOP takes a while to reach every thread: they have all stopped when
+    this begins.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: set(_states(pid)) == {"T"}, f"process {pid} has stopped")
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def _states(pid: int) -> Iterator[str]:
+    for task in (_PROC / str(pid) / "task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            yield _state(task)
+
+
+def _state(process: Path) -> str:
+    stat = (process / "stat").read_text(errors="replace")
+    return stat[stat.rindex(")") + 2]
+
+
 def is_running(pid: int) -> bool:
     """Whether there is such a process; a zombie isn't running."""
     try:
-        stat = (_PROC / str(pid) / "stat").read_text(errors="replace")
+        return _state(_PROC / str(pid)) not in "ZXx"
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return stat[stat.rindex(")") + 2] not in "ZXx"
 
 
 def marked_processes(run_id: str) -> dict[int, str]:

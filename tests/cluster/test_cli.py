@@ -1,8 +1,6 @@
 """``hs-cache`` as a process of its own, as people and scripts run it."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +17,7 @@ from hs_cache.router import find_controller, is_running, nodes_of
 from tests.builders import CHUNK_SIZE
 from tests.cluster import probes
 from tests.cluster.children import make_rows
-from tests.processes import run_python, wait_until
+from tests.processes import run_python, stopped, wait_until
 
 CONFIG = "chunk_size: 4\nmax_hidden_state_cpu_size: 0.015625\n"
 
@@ -75,18 +73,15 @@ def test_the_life_of_a_service(address: str, name: str, tmp_path: Path) -> None:
     assert table.stdout.endswith("The controller knows 2 chunks on 1 node, and was asked 0 times.\n")
 
     pid = ray.get(controller.__ray_call__.remote(probes.pid_of))
-    os.kill(pid, signal.SIGSTOP)
-    try:
+    with stopped(pid):
         status, table = commands(("status", *there, "--json"), ("status", *there))
-    finally:
-        os.kill(pid, signal.SIGCONT)
     assert (status.returncode, reply(status)["controller"]) == (1, {"error": "no answer"})
     assert [node["node_id"] for node in reply(status)["nodes"]] == [node_id]
     assert table.returncode == 1
     assert "The controller doesn't answer" in table.stdout
 
-    stopped = command("stop", *there)
-    assert (stopped.returncode, stopped.stdout) == (0, f"Service '{name}' stopped on 1 node.\n")
+    ended = command("stop", *there)
+    assert (ended.returncode, ended.stdout) == (0, f"Service '{name}' stopped on 1 node.\n")
     assert nodes_of(name) == []
 
 
@@ -187,8 +182,8 @@ def test_a_service_that_waits_for_its_first_node(address: str, name: str) -> Non
     assert reply(script) == {"service": name, "controller": nothing_yet, "nodes": []}
     with pytest.raises(ServiceNotRunningError, match="has no node yet: none that joined matches its node_selector"):
         hs_cache.connect(service=name)
-    stopped = command("stop", *there)
-    assert (stopped.returncode, stopped.stdout) == (0, f"Service '{name}' stopped on 0 nodes.\n")
+    ended = command("stop", *there)
+    assert (ended.returncode, ended.stdout) == (0, f"Service '{name}' stopped on 0 nodes.\n")
     assert not is_running(name)
 
 

@@ -3,17 +3,14 @@
 import asyncio
 import json
 import logging
-import os
 import pickle
 import random
 import shutil
-import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -29,20 +26,10 @@ from tests.builders import CHUNK_SIZE
 from tests.cluster.children import make_rows
 from tests.cluster.conftest import POOL_GIB, Blocking, Connect, StartService
 from tests.cluster.nodes import SLACK_S, client, pid_of, this_node, within
-from tests.processes import kill, pool_inodes, run_python, wait_until
+from tests.processes import kill, pool_inodes, run_python, stopped, wait_until
 
 ROWS = make_rows(12, 1)
 TOKENS, DIM = 2048, 8192  # 32 MiB of bfloat16
-
-
-@contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    """A process that is there and does nothing."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 # Copies into a caller's buffer

@@ -1,7 +1,5 @@
 """A change of a model's weights in a cluster: nodes and a controller that miss it, and clients of every kind."""
 
-import os
-import signal
 import uuid
 from typing import Any
 
@@ -28,7 +26,7 @@ from tests.cluster.nodes import (
     removed_at_the_end,
     store_on,
 )
-from tests.processes import kill, wait_until
+from tests.processes import kill, stopped, wait_until
 
 TOKENS = range(12)
 OLD, NEW = make_rows(12, 1), make_rows(12, 2)
@@ -80,13 +78,10 @@ def test_a_node_that_does_not_answer_learns_it_when_it_does(nodes: Nodes, everyw
     old = client(everywhere, model)
     assert store_on(nodes.two, old, TOKENS, {0: OLD}) == 3
     pid = pid_of(everywhere, HIDDEN_STATES, nodes.two)
-    os.kill(pid, signal.SIGSTOP)
-    try:
+    with stopped(pid):
         bump = hs_cache.bump_revision(model, "v1", service=everywhere)
         assert (bump.unreached, set(bump.freed)) == ((nodes.two,), {nodes.head, nodes.one})
         assert client(everywhere, model).key_space.model_revision == "v1"
-    finally:
-        os.kill(pid, signal.SIGCONT)
     wait_until(lambda: known_on(everywhere, nodes.two, model) == "v1", "the node has been told")
     assert read_on(nodes.two, old, TOKENS)[0] == b""
     again = hs_cache.bump_revision(model, "v1", service=everywhere)
@@ -169,15 +164,12 @@ def test_a_change_outlives_the_actors_that_know_of_it(nodes: Nodes, start_servic
     pid = pid_of(service, HIDDEN_STATES, nodes.two)
     assert store_on(nodes.two, old, TOKENS, {0: OLD}) == 3
     hs_cache.bump_revision(model, "v1", service=service)
-    os.kill(pid, signal.SIGSTOP)
-    try:
+    with stopped(pid):
         kill(on_controller(service, probes.pid_of))
         for node_id in (nodes.head, nodes.one):
             kill(pid_of(service, HIDDEN_STATES, node_id))
         wait_until(lambda: old.stats().node, "this node is back")
         new = client(service, model)
-    finally:
-        os.kill(pid, signal.SIGCONT)
     assert new.key_space.model_revision == "v1"
     assert not new.retrieve(TOKENS, 0)
     bump = hs_cache.bump_revision(model, service=service)

@@ -1,8 +1,6 @@
 """What an engine says of its chunks, whatever state its storage is in; no Ray."""
 
 import asyncio
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -23,7 +21,7 @@ from tests.builders import CHUNK_SIZE
 from tests.lmcache import golden
 from tests.lmcache.conftest import MakeEngine
 from tests.lmcache.engines import kv_keys, put_kv
-from tests.processes import free_port, kill, listens, wait_until
+from tests.processes import free_port, kill, listens, stopped, wait_until
 
 PROMPT = list(range(100, 120))  # five chunks
 CPU, DISK, REMOTE = "LocalCPUBackend", "LocalDiskBackend", "RemoteBackend"
@@ -247,13 +245,10 @@ def test_a_remote_store_that_hangs_is_no_absence_and_costs_no_more_than_the_dead
     make_engine: MakeEngine, server: tuple[int, int]
 ) -> None:
     engine, _ = with_remote(make_engine, server[1])
-    os.kill(server[0], signal.SIGSTOP)
-    try:
+    with stopped(server[0]):
         began = time.monotonic()
         assert presence(engine, timeout_s=0.3) == "PUUUU"
         assert time.monotonic() - began < 2.0
-    finally:
-        os.kill(server[0], signal.SIGCONT)
     wait_until(lambda: presence(engine) == "PPPPP", "the store answers again")
 
 

@@ -1,7 +1,5 @@
 """A live LMCache engine in this process, its node's KV actor, and what is served because of what it says."""
 
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,7 +18,7 @@ from tests.cluster.remotes import this_node
 from tests.lmcache.conftest import MakeEngine
 from tests.lmcache.engines import MODEL, kv_keys, put_kv
 from tests.lmcache.workers import EngineWorker
-from tests.processes import kill, wait_until
+from tests.processes import kill, stopped, wait_until
 
 PROMPT = list(range(100, 120))  # five chunks
 ROWS = make_rows(len(PROMPT), 3)
@@ -225,13 +223,10 @@ def test_an_engine_that_hangs_is_unknown_in_time(lmcache_service: str) -> None:
     cache.store(PROMPT, {0: ROWS})
     wait_for(cache, [OK] * 5)
     pid: int = ray.get(worker.pid.remote())
-    os.kill(pid, signal.SIGSTOP)
-    try:
+    with stopped(pid):
         began = time.monotonic()
         assert cache.retrieve(PROMPT, 0).ended_by == UNKNOWN
         assert time.monotonic() - began < 2 * cache.config.rpc_timeout_s
-    finally:
-        os.kill(pid, signal.SIGCONT)
     wait_for(cache, [OK] * 5)
     ray.get(worker.close.remote())
     ray.kill(worker)

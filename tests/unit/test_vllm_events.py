@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import signal
 import socket
 import threading
 import time
@@ -20,7 +19,7 @@ from hs_cache.integrations.vllm_events import VLLMEventsSource
 from hs_cache.keys import KeySpace, normalise_token_ids
 from hs_cache.kv_presence import Presence
 from hs_cache.vllm_names import VLLMNaming
-from tests.processes import free_port, run_python, wait_until
+from tests.processes import free_port, run_python, stopped, wait_until
 from tests.vllm_engine import (
     BLOCK,
     CHUNK,
@@ -226,9 +225,8 @@ def test_an_engine_that_stops_for_a_while(monkeypatch: pytest.MonkeyPatch) -> No
         until_connected(source)
         engine.publish(store("ab"))
         until(source, "ab", PRESENT)
-        os.kill(engine.pid, signal.SIGSTOP)
-        until(source, "ab", UNKNOWN)
-        os.kill(engine.pid, signal.SIGCONT)
+        with stopped(engine.pid):
+            until(source, "ab", UNKNOWN)
         until(source, "ab", PRESENT)
 
 
