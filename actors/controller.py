@@ -99,6 +99,11 @@ class CacheController:
             self._locates += 1
             return self._directory.locate(keys, without=without)
 
+    def holders(self, keys: bytes) -> dict[str, int]:
+        """For each node that has the first of `keys`, how many of them it has without a gap. A hint."""
+        with self._lock:
+            return self._directory.holders(keys)
+
     def where(self, keys: bytes, without: Sequence[str] = ()) -> tuple[str, ...]:
         """For each key, a node that has it, none of `without`; ``""`` where none does. A hint."""
         with self._lock:

@@ -259,6 +259,35 @@ class HiddenStateCache(_Client):
         """
         return self._router.run(self._session.explain(token_ids, layers, mm_spans))
 
+    def locate(
+        self,
+        token_ids: TokenIds,
+        layers: int | Sequence[int],
+        *,
+        mm_spans: Sequence[MMSpan] = (),
+        num_asked: int | None = 4,
+        timeout_s: float | None = None,
+    ) -> dict[str, int]:
+        """Which nodes have a prefix: what decides where to send a request. Changes nothing.
+
+        Costs one round trip to the controller, and one to `num_asked` nodes at once.
+
+        Args:
+            token_ids, layers, mm_spans: as for `retrieve`.
+            num_asked: nodes that are asked, of those with the most first, for how much all of `layers` are there and
+                KV is present, on that very node; None for all. What is said of the others, the controller knows: chunks
+                that are there, if only in some layers, or without KV.
+            timeout_s: in which all has to be done; None for the service's ``rpc_timeout_s``.
+
+        Returns:
+            Ray's hex id of the node to the number of tokens from the first on, the most first. Nodes without any are
+            left out, and those that don't answer.
+
+        Raises:
+            InvalidInputError: an argument is wrong.
+        """
+        return self._router.run(self._session.locate(token_ids, layers, mm_spans, num_asked, timeout_s))
+
     def retrieve_ref(
         self, token_ids: TokenIds, layers: int | Sequence[int], *, mm_spans: Sequence[MMSpan] = ()
     ) -> HiddenStateRef:
@@ -397,6 +426,18 @@ class AsyncHiddenStateCache(_Client):
     ) -> list[ChunkReport]:
         """See `HiddenStateCache.explain`."""
         return await self._router.arun(self._session.explain(token_ids, layers, mm_spans))
+
+    async def locate(
+        self,
+        token_ids: TokenIds,
+        layers: int | Sequence[int],
+        *,
+        mm_spans: Sequence[MMSpan] = (),
+        num_asked: int | None = 4,
+        timeout_s: float | None = None,
+    ) -> dict[str, int]:
+        """See `HiddenStateCache.locate`."""
+        return await self._router.arun(self._session.locate(token_ids, layers, mm_spans, num_asked, timeout_s))
 
     async def retrieve_ref(
         self, token_ids: TokenIds, layers: int | Sequence[int], *, mm_spans: Sequence[MMSpan] = ()

@@ -168,6 +168,23 @@ class Directory:
             segments.append(Segment(self._choose(candidates), first, len(split) - first))
         return tuple(segments)
 
+    def holders(self, keys: bytes) -> dict[str, int]:
+        """For each node that has the first of `keys`, how many of them it has without a gap. O(keys + nodes)."""
+        split = split_keys(keys)
+        held: dict[str, int] = {}
+        candidates = self._alive(())
+        for position, key in enumerate((*split, b"")):
+            still = self._bits.get(key, 0) & candidates
+            gone = (candidates & ~still) if position else 0
+            while gone > 0:
+                lowest = gone & -gone
+                held[self._node[lowest.bit_length() - 1]] = position
+                gone ^= lowest
+            candidates = still
+            if not candidates:
+                break
+        return held
+
     def where(self, keys: bytes, *, without: Iterable[str] = ()) -> tuple[str, ...]:
         """For each key, a node that has it, none of `without`; ``""`` where none does."""
         alive = self._alive(without)

@@ -70,7 +70,9 @@ class Find:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Call an actor without waiting; results in `num_returns` refs for `Fetch`, whatever becomes of the call."""
+    """Call an actor without waiting; results in `num_returns` refs for `Fetch`, or in one by itself, whatever becomes
+    of the call.
+    """
 
     peer: Peer
     method: str

@@ -1,6 +1,6 @@
 """Rows that other nodes have: who is asked for which chunks, what they answer, and their rows, as pieces in order."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -228,6 +228,59 @@ class Gatherer:
             ]
             asked |= set(nodes)
         return explained
+
+    def holders(self, ask: Ask, num_asked: int | None, budget: Budget) -> Steps[dict[str, int]]:
+        """How many tokens of a prefix each node has, those with the most first.
+
+        Trouble is reported, and whoever is in it left out.
+
+        Args:
+            num_asked: so many nodes, of those with the most, are asked what of it is usable; None for all. Of the
+                others it is what the directory knows.
+        """
+        suspects, fair = self._suspects.names(), budget.is_fresh
+        if DIRECTORY in suspects:
+            return {}
+        try:
+            controller = yield Find(None, budget.left_s)
+            named: Mapping[str, int] = yield Call(controller, "holders", (ask.keys.blob,), budget.left_s)
+        except ServiceError as error:
+            if fair and isinstance(error, ServiceTimeoutError):
+                self._suspects.add(DIRECTORY)
+            self._troubles.report(error, DIRECTORY)
+            return {}
+        self._troubles.recovered(DIRECTORY)
+        held = {node_id: count for node_id, count in named.items() if node_id not in suspects}
+        asked = sorted(held, key=lambda node_id: -held[node_id])[:num_asked]
+        request = ExplainRequest(ask.keys.blob, ask.keys.num_tokens, ask.layers, budget.left_s, ask.keys.kv)
+        fair = budget.is_fresh
+        begun: list[Any] = []
+        for node_id in asked:
+            try:
+                peer = yield Find(node_id, budget.left_s)
+                begun.append((yield Begin(peer, "explain", (request,), 1)))
+            except ServiceError as error:
+                begun.append(without_frames(error))
+        for node_id, ref in zip(asked, begun, strict=True):
+            held[node_id] = yield from self._usable_on(node_id, ref, fair, budget)
+        found = {node_id: ask.keys.tokens_before(count) for node_id, count in held.items() if count}
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    def _usable_on(self, node_id: str, ref: Any, fair: bool, budget: Budget) -> Steps[int]:
+        """Chunks of a prefix that a node has with all layers and with KV, as it says in the reply behind `ref`."""
+        error = ref if isinstance(ref, ServiceError) else None
+        if error is None:
+            try:
+                reply: ExplainReply = yield Fetch(ref, budget.left_s)
+            except ServiceError as failure:
+                error = without_frames(failure)
+            else:
+                self._troubles.recovered(_node(node_id))
+                return next((i for i, reason in enumerate(reply.reasons) if reason != OK), len(reply.reasons))
+        if fair or not isinstance(error, ServiceTimeoutError):
+            self._suspects.add(node_id)
+        self._troubles.report(error, _node(node_id))
+        return 0
 
     def _explained_by(self, node_id: str, ask: Ask, positions: Sequence[int], budget: Budget) -> Steps[dict[int, str]]:
         keys, kv = b"".join(ask.keys[position] for position in positions), ask.keys.kv

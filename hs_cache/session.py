@@ -449,10 +449,24 @@ class Session:
             for position, reason in enumerate(reply.reasons)
         ]
         if not reply.alone:
-            elsewhere = yield from self._gatherer.explain(ask, [report.reason for report in reports], here, budget)
+            reasons = [report.reason for report in reports]
+            elsewhere = yield from _surfaced(self._gatherer.explain(ask, reasons, here, budget))
             for position, (reason, node_id) in elsewhere.items():
                 reports[position] = replace(reports[position], reason=reason, node_id=node_id)
         return reports
+
+    def locate(
+        self, token_ids: Any, layers: Any, mm_spans: Sequence[MMSpan], num_asked: Any, timeout_s: Any
+    ) -> Steps[dict[str, int]]:
+        """See `hs_cache.HiddenStateCache.locate`."""
+        self._check_usable()
+        ask = check_ask(self.chunk_keys(token_ids, mm_spans), len(token_ids), layers, 0, None)
+        if num_asked is not None and check_index("num_asked", num_asked) < 0:
+            raise InvalidInputError(f"num_asked: got {num_asked}, expected 0 or more, or None for all")
+        timeout_s = None if timeout_s is None else check_seconds("timeout_s", timeout_s)
+        if not ask.keys:
+            return {}
+        return (yield from _surfaced(self._gatherer.holders(ask, num_asked, self._budget(timeout_s))))
 
     def resolve(self, ask: Ask, pieces: Sequence[Piece], timeout_s: float | None) -> Steps[PrefixHit]:
         """The rows behind the refs of `retrieve_pieces`; where these are lost, whatever can be found by keys."""
@@ -575,41 +589,33 @@ class Session:
     def _attempt(self, body: Callable[[Link], Steps[T]], otherwise: T, budget: Budget) -> Steps[T]:
         """Run `body` on the attachment; once more on a new one if the node's actor was restarted in between."""
         self._check_usable()
-        try:
-            for last in (False, True):
-                link = None
-                try:
-                    link = yield from self._connected(budget)
-                    result = yield from body(link)
-                except StaleIncarnationError as stale:
-                    if link is not None:
-                        self._attachment.drop(link.incarnation)
-                    if last:
-                        error = ServiceError(f"the node refuses what it has just granted: {stale}")
-                        self._troubles.report(error, "the cache")
-                except StaleRevisionError as refusal:
-                    self._troubles.recovered("the cache")
-                    self._troubles.refused(refusal)
-                    break
-                except ServiceError as error:
-                    if link is not None:
-                        self._attachment.fail(link, error)
+        return _surfaced(self._attempts(body, otherwise, budget))
+
+    def _attempts(self, body: Callable[[Link], Steps[T]], otherwise: T, budget: Budget) -> Steps[T]:
+        for last in (False, True):
+            link = None
+            try:
+                link = yield from self._connected(budget)
+                result = yield from body(link)
+            except StaleIncarnationError as stale:
+                if link is not None:
+                    self._attachment.drop(link.incarnation)
+                if last:
+                    error = ServiceError(f"the node refuses what it has just granted: {stale}")
                     self._troubles.report(error, "the cache")
-                    break
-                else:
-                    self._troubles.recovered("the cache")
-                    return result
-        except Reported as reported:
-            failure: ServiceError | None = reported.error
-        else:
-            failure = None
-        if failure is None:
-            return otherwise
-        # Not while the other is being handled: each would refer to the other, and both to the caller's rows.
-        try:
-            raise failure
-        finally:
-            del failure
+            except StaleRevisionError as refusal:
+                self._troubles.recovered("the cache")
+                self._troubles.refused(refusal)
+                break
+            except ServiceError as error:
+                if link is not None:
+                    self._attachment.fail(link, error)
+                self._troubles.report(error, "the cache")
+                break
+            else:
+                self._troubles.recovered("the cache")
+                return result
+        return otherwise
 
     def _connected(self, budget: Budget) -> Steps[Link]:
         self._check_usable()
@@ -908,6 +914,19 @@ class Session:
         if releases:
             self._process.releaser.taken(link.incarnation, releases)
         return reply
+
+
+def _surfaced(steps: Steps[T]) -> Steps[T]:
+    """The steps; to a client that is strict, what they report of trouble is raised."""
+    try:
+        return (yield from steps)
+    except Reported as reported:
+        failure = reported.error
+    # Not while the other is being handled: each would refer to the other, and both to the caller's rows.
+    try:
+        raise failure
+    finally:
+        del failure
 
 
 def _let_go(held: HeldPieces, end: Callable[[], None] | None) -> None:

@@ -158,6 +158,7 @@ class Controller:
             "publish": self.publish,
             "locate": self.locate,
             "where": self.where,
+            "holders": self.holders,
             "revisions": self.revisions.table,
         }
         return _sent(methods[method](*_sent(args)))
@@ -181,6 +182,9 @@ class Controller:
 
     def locate(self, keys: bytes, without: Sequence[str] = ()) -> tuple[Segment, ...]:
         return self.directory.locate(keys, without=without)
+
+    def holders(self, keys: bytes) -> dict[str, int]:
+        return self.directory.holders(keys)
 
     def where(self, keys: bytes, without: Sequence[str] = ()) -> tuple[str, ...]:
         return self.directory.where(keys, without=without)
@@ -326,16 +330,18 @@ class DirectPeer:
             raise ServiceError(f"{self.node_id} is gone")
         return node.perform(self._target, method, args)
 
-    def begin(self, method: str, args: tuple[Any, ...], num_returns: int) -> list[Result]:
+    def begin(self, method: str, args: tuple[Any, ...], num_returns: int) -> "Result | list[Result]":
         node = self._node()
         if not isinstance(node, Node):
             raise ServiceError(f"{self.node_id} is gone")
         try:
-            values, error = self.call(method, args), None
+            returned, error = self.call(method, args), None
         except HiddenStateCacheError as raised:
-            values, error = [None] * num_returns, raised
-        assert len(values) == num_returns
-        return [Result(node, value, error) for value in values]
+            returned, error = [None] * num_returns, raised
+        if num_returns == 1:
+            return Result(node, returned if error is None else None, error)
+        assert len(returned) == num_returns
+        return [Result(node, value, error) for value in returned]
 
 
 class DirectCache:
@@ -462,6 +468,11 @@ class DirectCache:
     def explain(self, token_ids: Any, layers: Any = 0, *, mm_spans: Sequence[MMSpan] = ()) -> list[str]:
         """The reasons only."""
         return [report.reason for report in self.run(self.session.explain(token_ids, layers, mm_spans))]
+
+    def locate(
+        self, token_ids: Any, layers: Any = 0, *, num_asked: Any = None, timeout_s: Any = None
+    ) -> dict[str, int]:
+        return self.run(self.session.locate(token_ids, layers, (), num_asked, timeout_s))
 
     def report(self, method: str, what: Any) -> bool:
         return self.run(self.session.report(method, what))

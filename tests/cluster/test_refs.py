@@ -99,6 +99,18 @@ async def _await(ref: Any) -> Any:
     return await ref
 
 
+def test_where_a_prefix_is(connect: Connect, nodes: Nodes, service: str) -> None:
+    cache = connect(service=service, model="where")
+    for node_id, num_tokens in ((nodes.head, 32), (nodes.one, 128), (nodes.two, 64)):
+        store_on(node_id, client(service, "where"), TOKENS[:num_tokens], {9: ROWS[9][:num_tokens]})
+    found = {nodes.one: 128, nodes.two: 64, nodes.head: 32}
+    wait_until(lambda: cache.locate(TOKENS, 9) == found, "the controller has heard of it")
+    assert list(cache.locate(TOKENS, 9)) == list(found), "the most first"
+    assert list(cache.locate(TOKENS, 9, num_asked=1).items()) == list(found.items())
+    assert cache.locate(TOKENS, [0, 9]) == {}
+    assert cache.locate(range(1, 128), 9) == {}
+
+
 def test_a_ref_to_nothing(connect: Connect, nodes: Nodes, service: str) -> None:
     ref = connect(service=service).retrieve_ref(TOKENS, 0)
     assert ref.num_tokens == 0

@@ -264,6 +264,11 @@ class DirectoryMachine(RuleBasedStateMachine):
         if first < len(keys):
             assert not any(keys[first] in held for node, held in self.held.items() if node not in without)
 
+    @rule(keys=st.lists(st.integers(0, 11), max_size=12))
+    def holders(self, keys: list[int]) -> None:
+        runs = {node: self.run(node, keys, 0) for node in self.held}
+        assert self.directory.holders(blob(*keys)) == {node: count for node, count in runs.items() if count}
+
     def run(self, node: str, keys: list[int], first: int) -> int:
         there = [number in self.held[node] for number in keys[first:]]
         return there.index(False) if False in there else len(there)

@@ -1,4 +1,6 @@
-"""`plan` and `explain`: what an engine asks before prefill, and what a person asks when a hit is short."""
+"""`plan`, `explain` and `locate`: what an engine asks before prefill, a person when a hit is short, and whoever decides
+where a request goes.
+"""
 
 import gc
 import itertools
@@ -323,11 +325,98 @@ def test_other_nodes_are_asked_for_what_is_missing_here() -> None:
     assert cache.explain(asked)[:3] == ["unreachable", "unreachable", "ok"]
 
 
+def test_explaining_to_who_is_strict_raises_what_is_wrong_elsewhere() -> None:
+    nodes = make_nodes()
+    spread(nodes, 0)
+    cache = DirectCache(nodes[0], strict=True)
+    nodes[1].unreachable = True
+    with pytest.raises(ServiceError, match="node"):
+        cache.explain(TOKENS)
+    nodes[0].controller.unreachable = True
+    with pytest.raises(ServiceError, match="controller"):
+        cache.explain(TOKENS)
+
+
+# locate
+
+
+def overlapping() -> list[Node]:
+    """Of layer 0, the first has chunk a, the second a to d, the third a to f; of layer 1, the third has less."""
+    nodes = make_nodes()
+    for node, of_zero, of_one in zip(nodes, ("a", "abcd", "abcdef"), ("a", "abcd", "ab"), strict=True):
+        put_part(node, of_zero, 0, 0)
+        put_part(node, of_one, 0, 1)
+    nodes[0].controller.hear_all()
+    return nodes
+
+
+def test_the_node_with_most_of_a_prefix_comes_first() -> None:
+    nodes = overlapping()
+    one, two, three = (node.name for node in nodes)
+    for far in (False, True):
+        cache = DirectCache(nodes[0], far=far)
+        assert list(cache.locate(TOKENS).items()) == [(three, 24), (two, 16), (one, 4)]
+        assert cache.effects == ["Find", "holders", *["Find", "explain"] * 3, *["Fetch"] * 3]
+        assert list(cache.locate(TOKENS, [0, 1]).items()) == [(two, 16), (three, 8), (one, 4)]
+        assert list(cache.locate(TOKENS[:10]).items()) == [(two, 8), (three, 8), (one, 4)]
+        assert cache.locate(make_tokens("xabc")) == {}
+        assert cache.locate([]) == cache.locate(TOKENS[:3]) == {}
+    assert [node.bytes_sent for node in nodes] == [0, 0, 0]
+    for node in nodes:
+        node.settled()
+
+
+def test_only_the_best_are_asked() -> None:
+    nodes = overlapping()
+    one, two, three = (node.name for node in nodes)
+    cache = DirectCache(nodes[0])
+    assert list(cache.locate(TOKENS, [0, 1], num_asked=0).items()) == [(three, 24), (two, 16), (one, 4)]
+    assert cache.effects == ["Find", "holders"]
+    assert list(cache.locate(TOKENS, [0, 1], num_asked=1).items()) == [(two, 16), (three, 8), (one, 4)]
+    assert cache.effects.count("explain") == 1
+
+
+def test_rows_without_kv_on_that_node_do_not_count() -> None:
+    nodes = overlapping()
+    one, two, three = (node.name for node in nodes)
+    cache = DirectCache(nodes[0])
+    DirectCache(nodes[2]).report("report_evicted", cache.session.chunk_keys(TOKENS, ())[1:2])
+    assert cache.locate(TOKENS) == {two: 16, three: 4, one: 4}
+    DirectCache(nodes[0]).report("report_evicted", cache.session.chunk_keys(TOKENS, ())[0:1])
+    assert cache.locate(TOKENS) == {two: 16, three: 4}
+
+
+def test_who_does_not_answer_is_left_out() -> None:
+    nodes = overlapping()
+    one, two, _ = (node.name for node in nodes)
+    nodes[2].unreachable = True
+    cache = DirectCache(nodes[0])
+    assert cache.locate(TOKENS) == {two: 16, one: 4}
+    assert cache.locate(TOKENS) == {two: 16, one: 4}
+    assert cache.effects.count("explain") == 2, "it is not asked again at once"
+    nodes[2].unreachable = False
+    cache = DirectCache(nodes[0])
+    cache.faults = {3: lost_call}
+    assert cache.locate(TOKENS) == {two: 16, one: 4}
+    nodes[0].controller.unreachable = True
+    assert cache.locate(TOKENS) == {}
+    nodes[2].unreachable = True
+    for node_is_it in (True, False):
+        nodes[0].controller.unreachable = not node_is_it
+        with pytest.raises(ServiceError, match="node" if node_is_it else "controller"):
+            DirectCache(nodes[0], strict=True).locate(TOKENS)
+
+
 BAD: dict[str, tuple[Callable[[DirectCache], Any], str]] = {
     "hold": (lambda cache: cache.plan(TOKENS, hold=1), "hold: got 1, expected True or False"),
     "layers": (lambda cache: cache.plan(TOKENS, []), "layers: got none"),
     "tokens": (lambda cache: cache.plan("ab"), "token_ids: got str"),
     "explained layers": (lambda cache: cache.explain(TOKENS, "0"), "layers: got '0'"),
+    "located layers": (lambda cache: cache.locate(TOKENS, []), "layers: got none"),
+    "located tokens": (lambda cache: cache.locate("ab"), "token_ids: got str"),
+    "num_asked": (lambda cache: cache.locate(TOKENS, num_asked=-1), "num_asked: got -1, expected 0 or more"),
+    "num_asked, no int": (lambda cache: cache.locate(TOKENS, num_asked=1.0), "num_asked: got 1.0, expected an int"),
+    "timeout_s": (lambda cache: cache.locate(TOKENS, timeout_s=-1), "timeout_s: got -1"),
     "explained tokens": (lambda cache: cache.explain(5.0), "token_ids: got float"),
 }
 
