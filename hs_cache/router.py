@@ -259,7 +259,11 @@ class Router:
                 _abandon(effect, ref)
                 raise
         except Exception as error:
-            raise self._failed(effect, error) from error
+            failure = self._failed(effect, error)
+        try:  # not while the other is being handled, see `translated`
+            raise failure
+        finally:
+            del failure
 
     async def _aperform(self, effect: Effect) -> Any:
         if isinstance(effect, Work):
@@ -281,7 +285,11 @@ class Router:
                 _abandon(effect, ref)
                 raise
         except Exception as error:
-            raise self._failed(effect, error) from error
+            failure = self._failed(effect, error)
+        try:
+            raise failure
+        finally:
+            del failure
 
     def _known(self, effect: Locate | Find) -> RayPeer | None:
         return self._peers.get(effect.node_id) if isinstance(effect, Find) else None
@@ -293,7 +301,7 @@ class Router:
         if isinstance(effect, Fetch):
             self._peers.clear()  # which of them it was isn't known, and looking them up costs little
             if isinstance(error, ValueError):  # of a cluster that this process has left
-                return ServiceError(f"a ref can't be resolved here: {str(error).splitlines()[0]}")
+                return _caused(ServiceError(f"a ref can't be resolved here: {str(error).splitlines()[0]}"), error)
             return translated(error, "waiting for another node")
         for node_id, peer in list(self._peers.items()):
             if peer is effect.peer:
@@ -367,17 +375,26 @@ def _bounded(function: Callable[[], T], timeout_s: float) -> T:
 
 
 def translated(error: Exception, what: str) -> Exception:
-    """Ray's errors as ours. An error of ours that an actor raised comes back as itself; a bug stays what it is."""
+    """Ray's errors as ours, which they cause. Ours that an actor raised come back as such; a bug stays what it is.
+
+    What comes back as itself, Ray's error refers to. Raised while that is handled it would refer to Ray's in turn, and
+    the frames of both, with the rows that a caller stores, would wait for the garbage collector.
+    """
     if isinstance(error, RayTaskError):
         # What Ray raises is of a class made for it, which is of ours too, and which can't be pickled.
         return error.cause if isinstance(error.cause, HiddenStateCacheError) else error
     if isinstance(error, HiddenStateCacheError):
         return error
     if isinstance(error, GetTimeoutError | asyncio.TimeoutError):
-        return ServiceTimeoutError(f"{what} did not return in time")
+        return _caused(ServiceTimeoutError(f"{what} did not return in time"), error)
     if not isinstance(error, RayError | ConnectionError | RuntimeError):
         return error
     lines = str(error).strip().splitlines() or [""]
     # Ray begins with what happened, but where an actor's constructor raised, what it raised stands at the end.
     line = lines[-1 if getattr(error, "actor_init_failed", False) else 0]
-    return ServiceError(f"{what}: {type(error).__name__}: {line}")
+    return _caused(ServiceError(f"{what}: {type(error).__name__}: {line}"), error)
+
+
+def _caused(ours: ServiceError, error: Exception) -> ServiceError:
+    ours.__cause__ = error
+    return ours

@@ -1,6 +1,8 @@
 """A change of a model's weights in a cluster: nodes and a controller that miss it, and clients of every kind."""
 
+import gc
 import uuid
+import weakref
 from typing import Any
 
 import pytest
@@ -151,6 +153,27 @@ def test_by_handle(nodes: Nodes, everywhere: str, model: str) -> None:
 def test_what_is_no_revision_is_refused(everywhere: str, model: Any, revision: Any, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         hs_cache.bump_revision(model, revision, service=everywhere)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_rows_of_a_store_that_is_refused_are_let_go_at_once(everywhere: str, model: str, strict: bool) -> None:
+    old = client(everywhere, model, strict=strict)
+    hs_cache.bump_revision(model, "v1", service=everywhere)
+    rows = OLD.clone()
+    rows_gone = weakref.ref(rows)
+    gc.collect()
+    gc.disable()
+    try:
+        failed = 0
+        try:
+            failed = old.store(TOKENS, {0: rows}).failed
+        except StaleRevisionError:  # pytest.raises would keep it
+            failed = 3 if strict else 0
+        del rows
+        assert failed == 3
+        assert rows_gone() is None
+    finally:
+        gc.enable()
 
 
 def test_a_service_that_does_not_run_has_none(name: str) -> None:
