@@ -7,8 +7,9 @@ Prompts that begin alike go to one worker, one after the other, so that most of 
 computed: its KV by the worker, its hidden states, of which the embedding is made, from hs_cache. To go on after
 whatever has ended the job, submit it again. ``docs/batch.md`` says more.
 
-Exit codes: 0 all prompts are answered; 1 some have an error in the place of an answer; 2 an argument, the prompts or
-the output directory can't be used, and nothing was changed; 3 the job could not go on, and what was finished is kept.
+Exit codes: 0 all prompts are answered; 2 an argument, the prompts or the output directory can't be used, and nothing
+was changed; 3 the job could not go on, and what was finished is kept; 4 some prompts have an error in the place of an
+answer.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from rich.console import Console
 
 import hs_cache
 
-ALL_ANSWERED, SOME_FAILED, UNUSABLE, STOPPED = range(4)
+ALL_ANSWERED, UNUSABLE, STOPPED, SOME_FAILED = 0, 2, 3, 4  # Python itself ends with 1 after a traceback
 GROUPS_PER_WORKER = 8
 """At least; fewer would leave workers idle at the end, and many more would part what begins alike."""
 
@@ -43,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(soft_wrap=True, highlight=False, markup=False)
     try:
         model = load_model(options.model)
+        options.chunk_size = hs_cache.CacheConfig.load(options.cache_config).chunk_size
         file = read_prompts(options.prompts, skip_bad_lines=options.skip_bad_lines)
         wanted = file.prompts[: options.limit]
         identity = RunIdentity(model.model, model.revision, options.reply_tokens, file.digest)
@@ -61,6 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with output:
         try:
             return run(options, model, wanted, output, console)
+        except hs_cache.InvalidInputError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return UNUSABLE
         except (hs_cache.HiddenStateCacheError, CrewError, OSError) as error:
             print(f"error: {error}\nWhat was finished is kept; submit the job again to go on.", file=sys.stderr)
             return STOPPED
@@ -95,7 +100,7 @@ def answer_all(
     clients = [connect(options, model)]  # joins the cluster, or starts Ray on this machine
     num_workers = min(options.num_workers or num_nodes(options), len(prompts))
     clients += [connect(options, model) for _ in range(num_workers - 1)]
-    chunk_size = clients[0].chunk_size if clients[0] is not None else hs_cache.CacheConfig().chunk_size
+    chunk_size = clients[0].chunk_size if clients[0] is not None else options.chunk_size
     most = math.ceil(len(prompts) / (num_workers * GROUPS_PER_WORKER))
     groups = group_prompts(prompts, shared_characters=chunk_size, most=most)
     progress.say(f"{len(prompts)} to answer, in {len(groups)} groups that begin alike, by {num_workers} workers")
@@ -161,7 +166,8 @@ def report(counts: Counts, seconds: float, output: Output, console: Console) -> 
         )
     failed = f", {output.num_errors} of them with an error (--retry-errors tries these again)" * bool(output.num_errors)
     parts = output.parts()
-    console.print(f"{parts[0].parent}: {len(parts)} parts with {len(output.done)} rows{failed}")
+    kind = "part" if len(parts) == 1 else "parts"
+    console.print(f"{parts[0].parent}: {len(parts)} {kind} with {len(output.done)} rows{failed}")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -20,6 +20,7 @@ from .prompts import Prompt
 from .schedule import Schedule
 
 _WAIT_S = 1.0
+_TELL_S = 30.0
 _CLOSE_S = 10.0
 _MAX_FAILED_STARTS = 3
 
@@ -59,11 +60,13 @@ class _Member:
         handle: of the actor.
         begun: what `Worker.where` will have given; None once it has.
         busy_since: since when it has been working on its oldest prompt, or on its start.
+        told: whether it was said that its start takes long.
     """
 
     handle: Any
     begun: Any
     busy_since: float
+    told: bool = False
 
 
 @dataclass(frozen=True)
@@ -227,6 +230,10 @@ class Crew:
         for number in busy:
             if now - self._members[number].busy_since > self._limits.prompt_s:
                 self._lose(number, f"no answer within {self._limits.prompt_s:.0f} s (--prompt-timeout-s)")
+        for number, member in enumerate(self._members):
+            if member.begun is not None and not member.told and now - member.busy_since > _TELL_S:
+                member.told = True
+                self._say(f"worker {number} has not begun yet: the cluster has {_free()} free")
         waiting = [member for member in self._members if member.begun is not None]
         if len(waiting) == len(self._members):
             waited = now - max(member.busy_since for member in waiting)

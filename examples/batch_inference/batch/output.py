@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -226,7 +227,7 @@ class Output:
                 continue
             self._refuse_another(json.loads(metadata.get(METADATA_KEY, b"{}")), path.name)
             if retry_errors and table["error"].null_count < len(table):
-                table = table.filter(pa.compute.is_null(table["error"]))
+                table = table.filter(pc.is_null(table["error"]))
                 if len(table):
                     self._write(path.name, table)
                 else:

@@ -55,6 +55,9 @@ class Schedule:
     has most left. A prompt that was with a worker when that died may be what killed it, so it is tried again alone:
     then another death is its own doing, and no other prompt's.
 
+    Attributes:
+        num_left: prompts of which nothing has become yet.
+
     Args:
         groups: of `group_prompts`.
         num_workers: they are numbered from 0.
@@ -62,17 +65,12 @@ class Schedule:
     """
 
     def __init__(self, groups: Sequence[Sequence[Prompt]], num_workers: int, max_attempts: int) -> None:
+        self.num_left = sum(map(len, groups))
         self._shares = _divide(groups, num_workers)
         self._max_attempts = max_attempts
         self._attempts: dict[str, int] = {}
         self._again: deque[Prompt] = deque()
         self._running: list[list[Prompt]] = [[] for _ in range(num_workers)]
-
-    @property
-    def num_left(self) -> int:
-        """Prompts of which nothing has become yet."""
-        waiting = sum(len(group) for share in self._shares for group in share)
-        return waiting + len(self._again) + sum(len(prompts) for prompts in self._running)
 
     def next(self, worker: int) -> Prompt | None:
         """What this worker is to answer next; None when it has enough, or there is nothing for it now."""
@@ -93,7 +91,7 @@ class Schedule:
     def answered(self, worker: int, prompt: Prompt) -> None:
         """It is done."""
         self._running[worker].remove(prompt)
-        self._attempts.pop(prompt.id, None)
+        self._end(prompt)
 
     def failed(self, worker: int, prompt: Prompt) -> int | None:
         """The worker could not answer it, and goes on. Returns after how many attempts it is given up, if it is."""
@@ -114,11 +112,15 @@ class Schedule:
     def _try_again(self, prompt: Prompt) -> int | None:
         attempts = self._attempts.get(prompt.id, 0) + 1
         if attempts >= self._max_attempts:
-            self._attempts.pop(prompt.id, None)
+            self._end(prompt)
             return attempts
         self._attempts[prompt.id] = attempts
         self._again.append(prompt)
         return None
+
+    def _end(self, prompt: Prompt) -> None:
+        self._attempts.pop(prompt.id, None)
+        self.num_left -= 1
 
     def _share_of(self, worker: int) -> deque[deque[Prompt]]:
         share = self._shares[worker]
