@@ -4,6 +4,7 @@ import importlib.util
 import io
 import json
 import random
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -482,6 +483,13 @@ def test_a_wrong_argument_is_refused(
     assert caught.value.code == 2
     assert complaint in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_the_guide_names_options_that_there_are(main: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main(["--help"])
+    known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out)) | {"--head", "--address", "--working-dir"}  # Ray's
+    assert set(re.findall(r"(?<!-)--[a-z][a-z-]+", (EXAMPLE.parents[1] / "docs" / "batch.md").read_text())) <= known
 
 
 def test_what_cannot_be_used_is_said_before_ray_is_joined(
