@@ -626,12 +626,14 @@ def _connect(config: Any, service: str, session: Session) -> tuple[Router, Sessi
     if not ray.is_initialized():
         join()
     router = Router(service)
-    deadline = time.monotonic() + _FIRST_NODE_S
+    deadline: float | None = None
     while True:
         try:
             router.run(session.attach())
             break
         except ServiceNotRunningError:
+            if deadline is None:  # not before: an actor that is being restarted may have been waited for until now
+                deadline = time.monotonic() + _FIRST_NODE_S
             if not is_running(service):
                 start(wanted, service=service)
             elif time.monotonic() > deadline:

@@ -61,6 +61,9 @@ T = TypeVar("T")
 _ATTACH_TIMEOUT_S = 60.0
 """A service that is being started has names before it can answer."""
 
+_RESTART_S = 30.0
+"""How long a client that connects waits for a node whose actor doesn't let it attach: it may be restarting."""
+
 _PIN_TIMEOUT_S = 10.0
 """How long a client that connects waits for the controller, which may be restarting, to say what is current."""
 
@@ -186,15 +189,36 @@ class Session:
         self._held.clear()
 
     def attach(self) -> Steps[None]:
-        """Reach the service, whatever `strict` is.
+        """Reach the service, whatever `strict` is. An actor that is being restarted is waited for.
 
         Raises:
             ServiceError: it can't be reached, or can't say which revision of the model is current.
         """
         budget = Budget(_ATTACH_TIMEOUT_S)
-        yield from self._connected(budget)
+        yield from self._reached(budget)
         if self._revision is None:
             yield from self._pin_revision(Budget(min(budget.left_s, _PIN_TIMEOUT_S)))
+
+    def _reached(self, budget: Budget) -> Steps[None]:
+        """Attach; again, where an actor has just been killed, say, until another has taken its place."""
+        patience, pause_s, told = Budget(min(_RESTART_S, budget.left_s)), _FIRST_PAUSE_S, False
+        while True:
+            try:
+                yield from self._connected(budget)
+            except ServiceNotRunningError:
+                raise
+            except ServiceError as error:
+                if patience.is_spent:
+                    raise
+                if not told:
+                    logger.warning(
+                        "hs_cache: the node doesn't answer, and is waited for, up to %.0f s: %s", patience.left_s, error
+                    )
+                    told = True
+            else:
+                return
+            yield Pause(min(pause_s, patience.left_s))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _pin_revision(self, budget: Budget) -> Steps[None]:
         """Take the model's current revision for this client's. The controller has to say, since a node may have missed

@@ -1,5 +1,6 @@
 """Starting, joining, leaving and restarting a service."""
 
+import contextlib
 import logging
 import os
 import pickle
@@ -33,8 +34,8 @@ from hs_cache.router import HIDDEN_STATES, KV, actors_of, find_actor, find_contr
 from tests.builders import CHUNK_SIZE
 from tests.cluster.children import make_rows
 from tests.cluster.conftest import POOL_GIB, Connect, StartService
-from tests.cluster.nodes import client
-from tests.processes import Child, free_port, listens, run_python, wait_until
+from tests.cluster.nodes import client, pid_of
+from tests.processes import Child, free_port, kill, listens, run_python, wait_until
 
 SETTINGS = {"chunk_size": CHUNK_SIZE, "max_hidden_state_cpu_size": POOL_GIB}
 USERS_SCRIPT = """
@@ -238,6 +239,28 @@ def test_a_kv_actor_that_is_gone_for_good_is_replaced(name: str) -> None:
         return bool(cache.retrieve(range(8), 0))
 
     wait_until(hit, "it is asked")
+
+
+@pytest.mark.long
+def test_connecting_while_the_actor_restarts_waits_for_it(connect: Connect, name: str) -> None:
+    (node_id,) = deploy.start(CacheConfig(**SETTINGS), service=name)
+    incarnations = set()
+    for seed in range(4):
+        kill(pid_of(name, HIDDEN_STATES, node_id))
+        with contextlib.closing(connect(service=name, strict=True)) as cache:
+            assert cache.store(range(8), {0: make_rows(8, seed)}).stored == 2
+            assert torch.equal(cache.retrieve(range(8), 0)[0], make_rows(8, seed))
+            incarnations.add(cache.stats().node.incarnation)
+    assert len(incarnations) == 4
+
+
+@pytest.mark.long
+def test_many_that_connect_while_both_actors_are_replaced(connect: Connect, name: str) -> None:
+    (node_id,) = deploy.start(CacheConfig(**SETTINGS), service=name)
+    for kind in (HIDDEN_STATES, KV):
+        os.kill(pid_of(name, kind, node_id), signal.SIGKILL)
+    caches = [connect(service=name) for _ in range(20)]
+    assert len({cache.stats().node.incarnation for cache in caches}) == 1
 
 
 def test_a_ray_cluster_that_is_gone_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:

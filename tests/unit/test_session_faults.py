@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 import torch
 
+from hs_cache import session
 from hs_cache.errors import ConfigMismatchError, HiddenStateCacheError, ServiceError, ServiceTimeoutError
 from hs_cache.leases import this_process
 from hs_cache.results import PrefixHit, StoreResult
+from hs_cache.session import Session
 from tests.builders import CHUNK_SIZE, make_tokens
 from tests.direct import (
     Cancelled,
+    Clock,
     DirectCache,
     Fault,
     Node,
@@ -470,3 +473,50 @@ def test_restarts_and_closes_under_load_give_whole_rows_or_none() -> None:
     run_threads(restarts, all_load)
     node.settled()
     poll(lambda: gc.collect() >= 0 and node.num_mappings() <= 4, "nothing holds an old incarnation")
+
+
+# Connecting while the node's actor is away
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in ("attachment", "effects", "session"):
+        monkeypatch.setattr(f"hs_cache.{module}.time", clock)
+    return clock
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_actor_that_is_being_restarted_is_waited_for(
+    far: bool, strict: bool, caplog: pytest.LogCaptureFixture, clock: Clock
+) -> None:
+    cache = DirectCache(Node(), far=far, clock=clock)
+    cache.session = Session({}, strict=strict)
+    cache.faults = dict.fromkeys((1, 4, 7), refused)  # the calls of `attach`, each behind a look-up and before a pause
+    with caplog.at_level(logging.WARNING, logger="hs_cache"):
+        cache.run(cache.session.attach())
+    assert cache.effects == [*["Locate", "attach", "Pause"] * 3, "Locate", "attach", "Find", "revisions"]
+    assert cache.put(TOKENS).stored == 3
+    assert [record.message for record in caplog.records if "is waited for" in record.message] == [
+        "hs_cache: the node doesn't answer, and is waited for, up to 30 s: the actor is dead"
+    ]
+
+
+def test_an_actor_that_stays_away_is_waited_for_within_bounds(clock: Clock) -> None:
+    cache = DirectCache(Node(), clock=clock)
+    cache.session = Session({}, strict=False)
+    cache.node.unreachable = True
+    begin = clock.monotonic()
+    with pytest.raises(ServiceError, match="can't be reached"):
+        cache.run(cache.session.attach())
+    assert 0.9 * session._RESTART_S < clock.monotonic() - begin < 1.1 * session._RESTART_S
+
+
+def test_an_actor_that_hangs_is_not_called_again_and_again(clock: Clock) -> None:
+    cache = DirectCache(Node(), clock=clock)
+    cache.session = Session({}, strict=False)
+    cache.faults = dict.fromkeys(range(1, 40), lost_call)
+    with pytest.raises(ServiceTimeoutError):
+        cache.run(cache.session.attach())
+    assert cache.effects == ["Locate", "attach"]
