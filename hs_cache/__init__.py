@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hs_cache.launch import start, stop
     from hs_cache.lora import lora_identity
     from hs_cache.refs import HiddenStateRef
-    from hs_cache.results import CacheStatistics, ChunkReport, Coverage, PrefixHit, StoreResult
+    from hs_cache.results import CacheStatistics, ChunkReport, Coverage, Explanation, PrefixHit, StoreResult
     from hs_cache.weights import RevisionBump, bump_revision
     from hs_cache.writer import AsyncPrefixWriter, PrefixWriter
 
@@ -46,6 +46,7 @@ __all__ = [
     "ConfigError",
     "ConfigMismatchError",
     "Coverage",
+    "Explanation",
     "HiddenStateCache",
     "HiddenStateCacheError",
     "HiddenStateRef",
@@ -90,6 +91,7 @@ _HOME = {
     "CacheStatistics": "results",
     "ChunkReport": "results",
     "Coverage": "results",
+    "Explanation": "results",
     "PrefixHit": "results",
     "StoreResult": "results",
     "RevisionBump": "weights",

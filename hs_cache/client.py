@@ -23,7 +23,7 @@ from hs_cache.keys import ChunkKeys, KeySpace, MMSpan, TokenIds
 from hs_cache.launch import check_service, join, start
 from hs_cache.planning import check_key
 from hs_cache.refs import HiddenStateRef
-from hs_cache.results import CacheStatistics, ChunkReport, Coverage, PrefixHit, StoreResult
+from hs_cache.results import CacheStatistics, Coverage, Explanation, PrefixHit, StoreResult
 from hs_cache.router import Router, is_running
 from hs_cache.session import Session
 from hs_cache.writer import AsyncPrefixWriter, PrefixWriter
@@ -251,8 +251,9 @@ class HiddenStateCache(_Client):
 
     def explain(
         self, token_ids: TokenIds, layers: int | Sequence[int], *, mm_spans: Sequence[MMSpan] = ()
-    ) -> list[ChunkReport]:
-        """Why each chunk of a prefix can be had with all of `layers`, or not; changes nothing.
+    ) -> Explanation:
+        """Why each chunk of a prefix can be had with all of `layers`, or not: a list of `hs_cache.ChunkReport`, head
+        first. Changes nothing.
 
         Raises:
             InvalidInputError: an argument is wrong.
@@ -423,7 +424,7 @@ class AsyncHiddenStateCache(_Client):
 
     async def explain(
         self, token_ids: TokenIds, layers: int | Sequence[int], *, mm_spans: Sequence[MMSpan] = ()
-    ) -> list[ChunkReport]:
+    ) -> Explanation:
         """See `HiddenStateCache.explain`."""
         return await self._router.arun(self._session.explain(token_ids, layers, mm_spans))
 

@@ -46,7 +46,7 @@ from hs_cache.messages import (
     Run,
 )
 from hs_cache.planning import Step, check_index, check_keys, check_layer_rows, check_seconds, check_spans, check_store
-from hs_cache.results import CacheStatistics, ChunkReport, Coverage, PrefixHit, StoreResult
+from hs_cache.results import CacheStatistics, ChunkReport, Coverage, Explanation, PrefixHit, StoreResult
 from hs_cache.retrieval import Ask, Copies, Piece, check_ask, make_hit, map_rows, view_arrived
 from hs_cache.revisions import Revisions
 from hs_cache.rows import Flat
@@ -453,12 +453,12 @@ class Session:
             coverage = self._coverage(ask, hold, found)
         return coverage
 
-    def explain(self, token_ids: Any, layers: Any, mm_spans: Sequence[MMSpan]) -> Steps[list[ChunkReport]]:
+    def explain(self, token_ids: Any, layers: Any, mm_spans: Sequence[MMSpan]) -> Steps[Explanation]:
         """See `hs_cache.HiddenStateCache.explain`."""
         self._check_usable()
         ask = check_ask(self.chunk_keys(token_ids, mm_spans), len(token_ids), layers, 0, None)
         if not ask.keys:
-            return []
+            return Explanation()
         budget = self._budget()
 
         def explained(link: Link) -> Steps[tuple[str, ExplainReply] | None]:
@@ -468,10 +468,10 @@ class Session:
 
         answer = yield from self._attempt(explained, None, budget)
         here, reply = answer or ("", ExplainReply((UNREACHABLE,) * len(ask.keys), False))
-        reports = [
+        reports = Explanation(
             ChunkReport(ask.keys.tokens_before(position), ask.keys.tokens_in(position), reason, here)
             for position, reason in enumerate(reply.reasons)
-        ]
+        )
         if not reply.alone:
             reasons = [report.reason for report in reports]
             elsewhere = yield from _surfaced(self._gatherer.explain(ask, reasons, here, budget))

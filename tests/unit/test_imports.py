@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 # A module may import those before it, and no others of ours.
 ORDER = [
     "errors",
+    "html",
     "config",
     "keys",
     "lora",
@@ -69,6 +70,7 @@ ORDER = [
 MAY_IMPORT_RAY = {"router", "payloads", "refs", "writer", "launch", "weights", "client", "metrics", "cli"}
 WITHOUT_TORCH = [
     "errors",
+    "html",
     "config",
     "keys",
     "lmcache_names",
