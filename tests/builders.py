@@ -5,6 +5,8 @@ made by ``make_spec(layer_idx)``, and is one unit of the allocator's alignment.
 """
 
 from collections.abc import Iterator, Sequence, Set
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +14,7 @@ import numpy.typing as npt
 from hs_cache.extents import ALIGNMENT
 from hs_cache.keys import KeySpace, TokenDatabase
 from hs_cache.kv_presence import Presence
-from hs_cache.messages import Freed, LayerSpec, Run
+from hs_cache.messages import Freed, LayerSpec, NodeStatistics, Run, StoreStatistics
 from hs_cache.store import Committed, Granted, HiddenStateStore, HoldId, Reserved
 
 CHUNK_SIZE = 4
@@ -97,6 +99,41 @@ def coverage(store: HiddenStateStore, prompt: str, layer_idx: int = 0) -> str:
     """The chunks of a prompt that are there with a layer, a dot for each that isn't; no effect on the order."""
     keys = make_keys(prompt)
     return "".join(c if store.contains(k, layer_idx) else "." for c, k in zip(prompt, keys, strict=True))
+
+
+def make_node_statistics(**changed: Any) -> NodeStatistics:
+    """Of a node that has done a little, with some fields changed."""
+    store = StoreStatistics(
+        capacity_bytes=64 << 20,
+        free_bytes=32 << 20,
+        resident_bytes=24 << 20,
+        reserved_bytes=8 << 20,
+        stranded_bytes=0,
+        leased_bytes=1 << 20,
+        num_chunks=1234,
+        num_leases=2,
+        num_reservations=1,
+        num_kept=0,
+        stored_chunks_total=2345,
+        evicted_chunks_total=7,
+        kv_dropped_chunks_total=3,
+        refused_chunks_total=1,
+    )
+    node = NodeStatistics(
+        node_id="ab" * 28,
+        incarnation="cd" * 16,
+        pid=4711,
+        pinned=False,
+        kv_source="reports",
+        num_clients=3,
+        retrieves_total=10,
+        hits_total=9,
+        tokens_asked_total=4096,
+        tokens_served_total=1024,
+        kv_unknown_total=0,
+        store=store,
+    )
+    return replace(node, **changed)
 
 
 class PoolMemory:

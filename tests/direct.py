@@ -29,7 +29,7 @@ from hs_cache.keys import KVNames, MMSpan
 from hs_cache.kv_presence import KVPresence
 from hs_cache.kv_reports import ReportedKV
 from hs_cache.leases import this_process
-from hs_cache.messages import LocationBatch, PublishReply, RevisionChange, StoreStatistics
+from hs_cache.messages import ControllerStatistics, LocationBatch, PublishReply, RevisionChange, StoreStatistics
 from hs_cache.publishing import Publisher
 from hs_cache.results import Coverage, PrefixHit, StoreResult
 from hs_cache.revisions import Revisions
@@ -160,6 +160,7 @@ class Controller:
             "where": self.where,
             "holders": self.holders,
             "revisions": self.revisions.table,
+            "stats": self.stats,
         }
         return _sent(methods[method](*_sent(args)))
 
@@ -170,6 +171,10 @@ class Controller:
         for node in reached:
             node.server.revisions.take(self.revisions.table())
         return change
+
+    def stats(self) -> ControllerStatistics:
+        names = tuple(member.node_id for member in self.membership.members())
+        return ControllerStatistics(self.membership.version, names, len(self.directory), 0, self.revisions.table())
 
     def publish(self, batch: LocationBatch) -> PublishReply:
         self.membership.join(batch.node_id, batch.incarnation)

@@ -1,6 +1,5 @@
 """Tables for notebooks: well-formed, escaped, and of everything that `stats`, `explain` and the rest give back."""
 
-from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
@@ -10,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hs_cache import html, messages
-from hs_cache.messages import ModelRevision, NodeStatistics, StoreStatistics
+from hs_cache.messages import ModelRevision, NodeStatistics
 from hs_cache.results import REASONS, CacheStatistics, ChunkReport, Coverage, Explanation, PrefixHit, StoreResult
+from tests.builders import make_node_statistics
 
 ALLOWED = {"table", "caption", "thead", "tbody", "tr", "th", "td", "div", "span"}
 NASTY = "<script>alert('x')</script> & \"quotes\" </td></table>"
@@ -64,40 +64,6 @@ def page(value: Any) -> Page:
     parsed = Page(value._repr_html_())
     assert parsed.tags <= ALLOWED
     return parsed
-
-
-def make_node(**changed: Any) -> NodeStatistics:
-    store = StoreStatistics(
-        capacity_bytes=64 << 20,
-        free_bytes=32 << 20,
-        resident_bytes=24 << 20,
-        reserved_bytes=8 << 20,
-        stranded_bytes=0,
-        leased_bytes=1 << 20,
-        num_chunks=1234,
-        num_leases=2,
-        num_reservations=1,
-        num_kept=0,
-        stored_chunks_total=2345,
-        evicted_chunks_total=7,
-        kv_dropped_chunks_total=3,
-        refused_chunks_total=1,
-    )
-    node = NodeStatistics(
-        node_id="ab" * 28,
-        incarnation="cd" * 16,
-        pid=4711,
-        pinned=False,
-        kv_source="reports",
-        num_clients=3,
-        retrieves_total=10,
-        hits_total=9,
-        tokens_asked_total=4096,
-        tokens_served_total=1024,
-        kv_unknown_total=0,
-        store=store,
-    )
-    return replace(node, **changed)
 
 
 def make_statistics(node: NodeStatistics | None) -> CacheStatistics:
@@ -186,7 +152,7 @@ def test_of_very_many_rows_the_first_are_shown() -> None:
 
 
 def test_statistics_have_units() -> None:
-    parsed = page(make_statistics(make_node(revisions=(ModelRevision("m", 1, "r1"),))))
+    parsed = page(make_statistics(make_node_statistics(revisions=(ModelRevision("m", 1, "r1"),))))
     facts = parsed.facts()
     assert facts["with a hit"] == "9 (90%)", "the node's, which come last"
     assert facts["tokens served"] == "50 (50%)"
@@ -204,7 +170,7 @@ def test_statistics_of_a_node_that_is_away_say_so() -> None:
 
 
 def test_names_in_statistics_are_escaped() -> None:
-    node = make_node(kv_source=NASTY, node_id=NASTY, revisions=(ModelRevision(NASTY, 1, NASTY),))
+    node = make_node_statistics(kv_source=NASTY, node_id=NASTY, revisions=(ModelRevision(NASTY, 1, NASTY),))
     assert page(make_statistics(node)).facts()["KV source"] == NASTY
 
 
@@ -273,7 +239,7 @@ def test_a_plan_and_a_store() -> None:
         PrefixHit(4, 4),
         Coverage(layer_tokens={}),
         StoreResult(),
-        make_node(retrieves_total=0, tokens_asked_total=0),
+        make_node_statistics(retrieves_total=0, tokens_asked_total=0),
     ],
 )
 def test_nothing_is_shown_as_nothing(value: Any) -> None:
