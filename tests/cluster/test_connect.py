@@ -242,6 +242,7 @@ def test_a_kv_actor_that_is_gone_for_good_is_replaced(name: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)
 def test_connecting_while_the_actor_restarts_waits_for_it(connect: Connect, name: str) -> None:
     (node_id,) = deploy.start(CacheConfig(**SETTINGS), service=name)
     incarnations = set()
@@ -255,6 +256,7 @@ def test_connecting_while_the_actor_restarts_waits_for_it(connect: Connect, name
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)
 def test_many_that_connect_while_both_actors_are_replaced(connect: Connect, name: str) -> None:
     (node_id,) = deploy.start(CacheConfig(**SETTINGS), service=name)
     for kind in (HIDDEN_STATES, KV):

@@ -129,6 +129,7 @@ def test_histories_take_no_nonsense(cache: Any, plots: ModuleType) -> None:
     assert threads() == []
 
 
+@pytest.mark.timeout(300)
 def test_where_a_prefix_lives_on_several_nodes(start_service: StartService, nodes: Nodes, plots: ModuleType) -> None:
     service = start_service()
     wait_until(lambda: set(nodes_of(service)) == set(nodes), "every node has a pool")
