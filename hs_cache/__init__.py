@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hs_cache.client import AsyncHiddenStateCache, AsyncKVReports, HiddenStateCache, KVReports, aconnect, connect
     from hs_cache.config import CacheConfig
+    from hs_cache.doctor_facts import DoctorReport, Finding
+    from hs_cache.doctor_run import doctor
     from hs_cache.errors import (
         CacheClosedError,
         ConfigError,
@@ -46,7 +48,9 @@ __all__ = [
     "ConfigError",
     "ConfigMismatchError",
     "Coverage",
+    "DoctorReport",
     "Explanation",
+    "Finding",
     "HiddenStateCache",
     "HiddenStateCacheError",
     "HiddenStateRef",
@@ -68,6 +72,7 @@ __all__ = [
     "aconnect",
     "bump_revision",
     "connect",
+    "doctor",
     "lora_identity",
     "start",
     "stop",
@@ -81,6 +86,9 @@ _HOME = {
     "aconnect": "client",
     "connect": "client",
     "CacheConfig": "config",
+    "DoctorReport": "doctor_facts",
+    "Finding": "doctor_facts",
+    "doctor": "doctor_run",
     "ChunkKeys": "keys",
     "KeySpace": "keys",
     "TokenDatabase": "keys",

@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hs_cache.config import CacheConfig
+from hs_cache.doctor_report import print_report
+from hs_cache.doctor_run import doctor
 from hs_cache.errors import ConfigError, HiddenStateCacheError, ServiceError
 from hs_cache.kv_presence import KVStatistics
 from hs_cache.launch import check_service, join
@@ -130,6 +132,32 @@ def bump(address: str | None, service: str, as_json: bool, model: str, revision:
     if done.unreached:
         short = ", ".join(node_id[:_ID_CHARS] for node_id in done.unreached)
         click.echo(f"Not reached, and told within a second or two if they still run: {short}.")
+
+
+@cli.command("doctor")
+@service_options
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=30.0,
+    show_default=True,
+    help="Seconds that a node may take for one step.",
+)
+def examine(address: str | None, service: str, as_json: bool, timeout_s: float) -> None:
+    """Check, from every node, what is installed there, what the service runs with, and that nodes reach each other.
+
+    A few MiB are stored on every node that has room for them, read from all nodes, and dropped. Exits with 1 if a check
+    fails.
+    """
+    join_quietly(address)
+    report = doctor(service=service, timeout_s=timeout_s)
+    if as_json:
+        click.echo(json.dumps({**asdict(report), "ok": report.ok}))
+    else:
+        print_report(report, Console(width=None if sys.stdout.isatty() else _FILE_COLUMNS))
+    if not report.ok:
+        raise SystemExit(1)
 
 
 def _bump_line(done: RevisionBump) -> str:

@@ -362,7 +362,8 @@ class StoreStatistics:
 class NodeStatistics:
     """One `HiddenStateActor`: its store, its clients, and what its retrieves met.
 
-    `stale_stores_total`: stores refused since their revision wasn't the current one.
+    `stale_stores_total`: stores refused since their revision wasn't the current one. `pin_reason` says why its pool is
+    page-locked or isn't.
     """
 
     node_id: str
@@ -379,11 +380,12 @@ class NodeStatistics:
     store: StoreStatistics
     stale_stores_total: int = 0
     revisions: RevisionTable = ()
+    pin_reason: str = ""
 
     def _repr_html_(self) -> str:
         store, bar = self.store, self.store.parts()
         pool: list[tuple[str, html.Cell]] = [
-            ("pool", f"{html.size(store.capacity_bytes)}, {'page-locked' if self.pinned else 'pageable'}"),
+            ("pool", f"{html.size(store.capacity_bytes)}, {'page-locked' if self.pinned else self.pin_reason or 'pageable'}"),
             ("of it", html.Bar(bar, store.capacity_bytes)),
             ("resident", html.size(store.resident_bytes)),
             ("leased to readers", html.size(store.leased_bytes)),

@@ -248,7 +248,7 @@ class Router:
         if isinstance(effect, Pause):
             return time.sleep(effect.seconds)
         if isinstance(effect, Locate | Find):
-            return self._known(effect) or _bounded(partial(self._look_up, effect), effect.timeout_s)
+            return self._known(effect) or bounded(partial(self._look_up, effect), effect.timeout_s)
         try:
             ref = _sent(effect)
             if isinstance(effect, Begin):
@@ -272,7 +272,7 @@ class Router:
             return await asyncio.sleep(effect.seconds)
         if isinstance(effect, Locate | Find):
             known = self._known(effect)
-            return known or await asyncio.to_thread(_bounded, partial(self._look_up, effect), effect.timeout_s)
+            return known or await asyncio.to_thread(bounded, partial(self._look_up, effect), effect.timeout_s)
         try:
             if isinstance(effect, Begin):
                 return _sent(effect)
@@ -354,7 +354,7 @@ def _sending(method: str) -> Iterator[None]:
         raise ServiceError(f"{method} could not be sent: {type(error).__name__}: {error}") from error
 
 
-def _bounded(function: Callable[[], T], timeout_s: float) -> T:
+def bounded(function: Callable[[], T], timeout_s: float) -> T:
     """The result of a call that has no deadline of its own; `ServiceTimeoutError` when it takes longer than that."""
     results: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
 

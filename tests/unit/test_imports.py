@@ -65,9 +65,26 @@ ORDER = [
     "weights",
     "client",
     "metrics",
+    "doctor_probe",
+    "doctor_facts",
+    "doctor_checks",
+    "doctor_run",
+    "doctor_report",
     "cli",
 ]
-MAY_IMPORT_RAY = {"router", "payloads", "refs", "writer", "launch", "weights", "client", "metrics", "cli"}
+MAY_IMPORT_RAY = {
+    "router",
+    "payloads",
+    "refs",
+    "writer",
+    "launch",
+    "weights",
+    "client",
+    "metrics",
+    "doctor_probe",
+    "doctor_run",
+    "cli",
+}
 WITHOUT_TORCH = [
     "errors",
     "html",
