@@ -115,7 +115,7 @@ class Probe:
                 keys = database(space, save_unfull_chunk=True, kv_naming=None).chunk_keys(ids, mm_spans=mm_spans)
                 found[name] = found.get(name, "") + keys.blob.hex()
                 count = max(2, -(-64 // config.chunk_size)) * config.chunk_size
-                if naming is not None and count <= _MOST_TOKENS:
+                if naming is not None and not fields and count <= _MOST_TOKENS:
                     space = key_space(model=model, chunk_size=config.chunk_size, **fields)
                     names = database(space, kv_naming=naming).chunk_keys(range(count), mm_spans=mm_spans)
                     label = f"{name}, for KV"

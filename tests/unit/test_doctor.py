@@ -1,0 +1,420 @@
+"""What is made of facts about a cluster, with facts that are made up; and how a report is shown."""
+
+import io
+import json
+import platform
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import ray
+from ray import cloudpickle
+from rich.console import Console
+
+from hs_cache import doctor_run
+from hs_cache.config import CacheConfig
+from hs_cache.doctor_checks import check, majority
+from hs_cache.doctor_facts import (
+    FAILED,
+    OK,
+    SKIPPED,
+    WARNING,
+    ClusterFacts,
+    DoctorReport,
+    Finding,
+    NodeFacts,
+    PathFacts,
+)
+from hs_cache.doctor_probe import Probe
+from hs_cache.doctor_report import print_report
+from hs_cache.errors import InvalidInputError, ServiceError
+from hs_cache.kv_presence import KVStatistics
+from hs_cache.messages import ControllerStatistics, NodeStatistics, StartProgress, StoreStatistics
+from tests.processes import run_python
+
+A, B, C = "a" * 56, "b" * 56, "c" * 56
+CONFIG = CacheConfig(chunk_size=4)
+LOOK = {
+    "python": "3.11.7",
+    "ray": "2.60.0",
+    "torch": "2.13.0",
+    "numpy": "2.4.6",
+    "missing": "",
+    "hs_cache": "0.1.0",
+    "protocol": 2,
+    "files": {"hs_cache/store.py": "1", "hs_cache/server.py": "2"},
+}
+KEYS = {"tokens": "00", "spans": "01"}
+CLIENT = {"error": "", "differences": [], "refused": False, "disabled": False}
+KV = KVStatistics(present=1, absent=0, unknown=0, unlisted="unknown", reports_total=1, engines=("",))
+GIB = 1 << 30
+
+
+def make_stats(node_id: str, **fields: Any) -> NodeStatistics:
+    store = StoreStatistics(GIB, GIB, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    counts = dict.fromkeys(
+        (
+            "num_clients",
+            "retrieves_total",
+            "hits_total",
+            "tokens_asked_total",
+            "tokens_served_total",
+            "kv_unknown_total",
+        ),
+        0,
+    )
+    known = {"pinned": False, "pin_reason": "CUDA is not available", "kv_source": "reports", "pid": 1}
+    return NodeStatistics(node_id=node_id, incarnation="ab" * 16, store=store, **{**known, **counts, **fields})
+
+
+def make_node(node_id: str, **fields: Any) -> NodeFacts:
+    whole = {
+        "look": LOOK,
+        "client": CLIENT,
+        "keys": KEYS,
+        "headroom": (8 * GIB, "MemAvailable"),
+        "has_actors": frozenset({"hidden_states", "kv"}),
+        "config": CONFIG,
+        "stats": make_stats(node_id),
+        "kv": KV,
+        "incarnation": b"i" * 16,
+        "not_shared": "",
+        "canary": "",
+    }
+    return NodeFacts(node_id, f"10.0.0.{ord(node_id[0]) - 96}", **{**whole, **fields})
+
+
+def make_facts(*nodes: NodeFacts, **fields: Any) -> ClusterFacts:
+    """Three nodes of a service where all is well, but for `nodes`, which take the place of those with the same id."""
+    given = {node.node_id: node for node in nodes}
+    everyone = [given.get(node_id, make_node(node_id)) for node_id in (A, B, C)]
+    ids = [node.node_id for node in everyone]
+    paths = tuple(PathFacts(reader, owner, 0.001, 0.01, True) for reader in ids for owner in ids)
+    whole = {
+        "service": "default",
+        "address": "10.0.0.1:6379",
+        "here": NodeFacts("here", "", look=LOOK, client=CLIENT, keys=KEYS),
+        "nodes": tuple(everyone),
+        "running": True,
+        "config": CONFIG,
+        "controller": ControllerStatistics(3, (A, B, C), 0, 0),
+        "progress": StartProgress(9, (A, B, C), (), None),
+        "listed": {"hidden_states": frozenset(ids), "kv": frozenset(ids)},
+        "paths": paths,
+        "canary_bytes": 8 << 20,
+    }
+    return ClusterFacts(**{**whole, **fields})
+
+
+def troubles(facts: ClusterFacts) -> list[tuple[str, str, str]]:
+    """Check, level and message of all that is not well; each failure says what to do."""
+    found = [finding for finding in check(facts) if finding.level in (WARNING, FAILED, SKIPPED)]
+    assert all(finding.advice for finding in found if finding.level == FAILED)
+    return [(finding.check, finding.level, finding.message) for finding in found]
+
+
+def only(facts: ClusterFacts) -> tuple[str, str, str]:
+    (trouble,) = troubles(facts)
+    return trouble
+
+
+def test_where_all_is_well_every_check_says_so() -> None:
+    facts = make_facts()
+    assert troubles(facts) == []
+    assert [finding.check for finding in check(facts) if finding.level == OK] == [
+        "nodes",
+        "service",
+        "carriers",
+        "package",
+        "versions",
+        "settings",
+        "clients",
+        "keys",
+        "actors",
+        "shared pool",
+        "page-locked",
+        "memory",
+        "KV source",
+        "rows",
+    ]
+
+
+def test_the_majority_is_what_most_have_and_on_a_tie_the_favourite() -> None:
+    assert majority({"x": 1, "y": 1, "z": 2}) == (1, {"z": 2})
+    assert majority({"x": 1, "y": 2}, "y") == (2, {"x": 1})
+    assert majority({"x": 1, "y": 2, "z": 2}, "x") == (2, {"x": 1})
+
+
+def test_a_node_that_runs_nothing() -> None:
+    silent = make_node(
+        B, look=None, client=None, keys=None, trouble="starting a worker took more than 30 s", canary=None
+    )
+    assert only(make_facts(silent)) == (
+        "nodes",
+        FAILED,
+        "node bbbbbbbb (10.0.0.2) runs nothing: starting a worker took more than 30 s",
+    )
+
+
+def test_no_service() -> None:
+    nodes = [
+        make_node(node_id, config=None, stats=None, kv=None, has_actors=frozenset(), canary=None)
+        for node_id in (A, B, C)
+    ]
+    empty = {"config": None, "controller": None, "progress": None, "paths": (), "listed": {}}
+    check_name, level, message = only(make_facts(*nodes, running=False, **empty))
+    assert (check_name, level) == ("service", FAILED)
+    assert message == "no controller of a service named 'default' is there"
+
+
+def test_a_controller_that_does_not_answer() -> None:
+    gone = {"config": None, "controller": None, "progress": None, "controller_trouble": "asking it took more than 30 s"}
+    name, level, message = only(make_facts(**gone))
+    assert (name, level) == ("service", FAILED)
+    assert message.startswith("the controller of 'default' does not answer: asking it")
+
+
+def test_nodes_that_should_have_actors_and_have_none() -> None:
+    listed = {"hidden_states": frozenset({A, C}), "kv": frozenset({A, B, C})}
+    name, level, message = only(make_facts(listed=listed))
+    assert (name, level) == ("carriers", FAILED)
+    assert message == "no hidden-state actor on bbbbbbbb (10.0.0.2), which matches node_selector"
+    failure = ServiceError(f"node {B}: it can't")
+    failed = make_facts(listed=listed, progress=StartProgress(9, (A, B, C), (), failure))
+    assert only(failed) == ("carriers", FAILED, f"a node that is to have a pool has none: node {B}: it can't")
+    assert only(make_facts(progress=StartProgress(9, (), (), None)))[2] == "no node matches node_selector"
+
+
+def test_nodes_that_are_not_chosen_or_gone() -> None:
+    apart = make_node(C, config=None, stats=None, kv=None, has_actors=frozenset(), not_shared=None, canary=None)
+    facts = make_facts(
+        apart,
+        progress=StartProgress(9, (A, B), (), None),
+        listed={"hidden_states": frozenset({A, B}), "kv": frozenset({A, B})},
+    )
+    assert troubles(facts) == []
+    (carriers,) = [finding for finding in check(facts) if finding.check == "carriers"]
+    assert "clients on cccccccc (10.0.0.3), not chosen by node_selector, use another node's" in carriers.message
+    dead = "d" * 56
+    name, level, message = only(make_facts(dead=frozenset({dead}), controller=ControllerStatistics(4, (A, dead), 0, 0)))
+    assert (name, level, message) == ("carriers", WARNING, "nodes that are gone still count: dddddddd")
+
+
+def test_a_node_without_the_package() -> None:
+    look = {**LOOK, "missing": "ModuleNotFoundError: No module named 'hs_cache'"}
+    without = make_node(B, look=look, client=None, keys=None, incarnation=b"", not_shared=None, canary=None)
+    assert only(make_facts(without)) == (
+        "package",
+        FAILED,
+        f"the workers of node bbbbbbbb (10.0.0.2) can't import hs_cache: {look['missing']}",
+    )
+    apart = replace(without, has_actors=frozenset(), stats=None, kv=None, config=None)
+    elsewhere = make_facts(
+        apart,
+        progress=StartProgress(9, (A, C), (), None),
+        listed={"hidden_states": frozenset({A, C}), "kv": frozenset({A, C})},
+    )
+    assert only(elsewhere)[1] == WARNING
+
+
+def test_another_package_says_how_it_differs() -> None:
+    files = {"hs_cache/store.py": "other", "hs_cache/server.py": "2", "hs_cache/new.py": "3"}
+    changed = make_node(B, look={**LOOK, "files": files})
+    assert only(make_facts(changed)) == (
+        "package",
+        FAILED,
+        "node bbbbbbbb (10.0.0.2) has other source files of hs_cache 0.1.0 than most: hs_cache/new.py, "
+        "hs_cache/store.py",
+    )
+    older = make_node(B, look={**LOOK, "hs_cache": "0.0.9", "protocol": 1, "files": files})
+    assert only(make_facts(older))[2] == (
+        "node bbbbbbbb (10.0.0.2) has hs_cache 0.0.9, protocol 1; most have 0.1.0, protocol 2"
+    )
+    here = NodeFacts("here", "", look={**LOOK, "files": files}, client=CLIENT, keys=KEYS)
+    assert only(make_facts(here=here))[2].startswith("this process has other source files")
+
+
+@pytest.mark.parametrize(("package", "level"), [("ray", FAILED), ("torch", WARNING), ("python", WARNING)])
+def test_other_versions(package: str, level: str) -> None:
+    name, found, message = only(make_facts(make_node(C, look={**LOOK, package: "1.0"})))
+    assert (name, found) == ("versions", level)
+    assert message == f"node cccccccc (10.0.0.3) has {package} 1.0, most have {LOOK[package]}"
+
+
+def test_actors_with_other_settings() -> None:
+    other = make_node(B, config=CacheConfig(chunk_size=8, kv_source="none"))
+    assert only(make_facts(other)) == (
+        "settings",
+        FAILED,
+        "the actor of node bbbbbbbb (10.0.0.2) runs with other settings than the controller: chunk_size 8 instead of "
+        "4; kv_source 'none' instead of 'reports'",
+    )
+
+
+@pytest.mark.parametrize(
+    ("client", "level", "said"),
+    [
+        ({"error": "unknown key 'chunk_sise'"}, FAILED, "no client can connect: unknown key"),
+        (
+            {"differences": ["chunk_size is 4, asked for 8"], "refused": True},
+            FAILED,
+            "no client can connect: chunk_size",
+        ),
+        ({"disabled": True}, WARNING, "connect() gives None"),
+        ({"differences": ["kv_source is 'reports', asked for 'none'"]}, WARNING, "get a warning: kv_source"),
+    ],
+)
+def test_clients_that_would_disagree(client: dict[str, Any], level: str, said: str) -> None:
+    name, found, message = only(make_facts(make_node(B, client={**CLIENT, **client})))
+    assert (name, found) == ("clients", level)
+    assert said in message
+
+
+def test_other_names_of_chunks() -> None:
+    name, level, message = only(make_facts(make_node(B, keys={**KEYS, "spans": "ff"})))
+    assert (name, level) == ("keys", FAILED)
+    assert message == "node bbbbbbbb (10.0.0.2) names chunks otherwise than the rest (spans), so it shares no rows"
+    assert only(make_facts(make_node(B, keys=None, keys_trouble="no xxhash")))[2].endswith(
+        "can't compute keys: no xxhash"
+    )
+
+
+def test_actors_that_do_not_answer() -> None:
+    silent = make_node(
+        B, stats=None, config=None, stats_trouble="asking it took more than 30 s", canary=None, not_shared=None
+    )
+    assert only(make_facts(silent))[2].startswith("the hidden-state actor of node bbbbbbbb (10.0.0.2) does not answer")
+    deaf = make_node(B, kv=None, kv_trouble="gone")
+    assert only(make_facts(deaf))[2].startswith("the KV actor of node bbbbbbbb (10.0.0.2) does not answer: gone")
+
+
+def test_pools_that_are_not_shared_pageable_or_tight() -> None:
+    apart = make_node(B, not_shared="the client lives in another pid namespace")
+    assert only(make_facts(apart))[:2] == ("shared pool", WARNING)
+    pageable = make_node(B, stats=make_stats(B, pin_reason="cudaHostRegister failed with error 2"))
+    assert only(make_facts(pageable))[0] == "page-locked"
+    tight = make_node(B, headroom=(1 << 20, "cgroup memory.max"))
+    name, level, message = only(make_facts(tight))
+    assert (name, level) == ("memory", WARNING)
+    assert "by cgroup memory.max" in message
+    pinned = [make_node(node_id, stats=make_stats(node_id, pinned=True)) for node_id in (A, B, C)]
+    assert "every pool is, so GPUs copy from and to it directly" in {
+        finding.message for finding in check(make_facts(*pinned))
+    }
+
+
+@pytest.mark.parametrize("source", ["lmcache", "vllm_events"])
+def test_a_kv_source_that_nobody_feeds(source: str) -> None:
+    config = CacheConfig(chunk_size=16, kv_source=source, kv_events=[{"endpoint": "tcp://127.0.0.1:5557"}])
+    nodes = [make_node(node_id, config=config, kv=replace(KV, engines=())) for node_id in (A, B, C)]
+    name, level, message = only(make_facts(*nodes, config=config))
+    assert (name, level) == ("KV source", WARNING)
+    assert message.startswith(f"{source}: no engine was heard of on any node")
+    lossy = make_node(B, config=config, kv=replace(KV, gaps_total=2))
+    others = [make_node(node_id, config=config) for node_id in (A, C)]
+    assert "lost 2 times" in only(make_facts(lossy, *others, config=config))[2]
+
+
+def test_rows_that_are_wrong_late_or_have_no_room() -> None:
+    good = make_facts().paths
+    wrong = tuple(replace(path, right=False) if (path.reader, path.owner) == (A, B) else path for path in good)
+    assert only(make_facts(paths=wrong)) == (
+        "rows",
+        FAILED,
+        "node aaaaaaaa (10.0.0.1) read other bytes than were stored on node bbbbbbbb (10.0.0.2)",
+    )
+    late = tuple(replace(path, right=None, trouble="too late") if path.owner == B else path for path in good)
+    name, level, message = only(make_facts(paths=late))
+    assert (name, level) == ("rows", FAILED)
+    assert message.startswith("node bbbbbbbb (10.0.0.2) can't be read from aaaaaaaa (10.0.0.1), bbbbbbbb (10.0.0.2)")
+    full = only(make_facts(make_node(B, canary="no room in its pool"), paths=()))
+    assert full[:2] == ("rows", SKIPPED)
+    assert only(make_facts(make_node(B, canary="boom"), paths=()))[1] == FAILED
+    assert "could not be dropped" in only(make_facts(left_over=(A,)))[2]
+
+
+def make_report(*findings: Finding) -> DoctorReport:
+    return DoctorReport(
+        service="default",
+        address="10.0.0.1:6379",
+        nodes={A: "10.0.0.1", B: "10.0.0.2"},
+        findings=findings or (Finding("nodes", OK, "2 nodes"),),
+        round_trip_ms={A: {A: 0.5, B: 1.25}, B: {A: 1.0}},
+        mib_per_s={A: {A: 4000.0, B: 812.4}},
+        canary_bytes=8 << 20,
+    )
+
+
+def shown(report: DoctorReport) -> list[str]:
+    text = io.StringIO()
+    print_report(report, Console(file=text, width=80))
+    return text.getvalue().splitlines()
+
+
+def test_a_report_is_printed_line_by_line() -> None:
+    bad = Finding("keys", FAILED, "node [bold]x[/bold] " + "differs " * 20, "install it", (B,))
+    lines = shown(make_report(Finding("nodes", OK, "2 nodes"), bad))
+    assert lines[0] == "ok       nodes: 2 nodes"
+    assert lines[1].startswith("FAILED   keys: node [bold]x[/bold] differs differs")
+    assert lines[2] == "         -> install it"
+    assert lines[-1] == "1 failed, 0 warnings."
+    assert any("812" in line and "4,000" in line for line in lines)
+    assert any("1  aaaaaaaa (10.0.0.1)" in line and "0.50" in line and "1.25" in line for line in lines)
+    assert any("2  bbbbbbbb (10.0.0.2)" in line and "-" in line for line in lines)
+    assert shown(make_report())[-1] == "All right."
+    assert shown(make_report(Finding("memory", WARNING, "tight", "more")))[-1] == "All right, 1 warning."
+
+
+def test_a_report_knows_whether_all_is_well_and_is_json() -> None:
+    assert make_report(Finding("memory", WARNING, "tight", "more")).ok
+    bad = make_report(Finding("keys", FAILED, "differ", "install it"))
+    assert (bad.ok, [finding.check for finding in bad.failures]) == (False, ["keys"])
+    assert str(bad) == "FAILED   keys: differ\n         -> install it"
+    assert json.loads(json.dumps(asdict(bad)))["mib_per_s"][A][B] == 812.4
+
+
+WITHOUT_THE_PACKAGE = """
+import json, sys
+from ray import cloudpickle
+sys.modules["hs_cache"] = None
+probe = cloudpickle.loads(bytes.fromhex(sys.argv[1]))(b"id")
+print(json.dumps(probe.look()))
+"""
+
+
+def test_the_probe_travels_by_value_and_works_without_the_package() -> None:
+    pickled = cloudpickle.dumps(doctor_run.Probe)
+    done = run_python(["-c", WITHOUT_THE_PACKAGE, pickled.hex()])
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["missing"].startswith("ModuleNotFoundError: import of hs_cache halted")
+    assert (found["ray"], found["python"]) == (ray.__version__, platform.python_version())
+    here = Probe(b"id").look()
+    assert here["missing"] == ""
+    assert {"hs_cache/store.py", "actors/pair.py"} <= here["files"].keys()
+
+
+def test_a_probe_names_chunks_and_settings() -> None:
+    probe = Probe(b"id")
+    for settings in ({}, {"kv_source": "lmcache", "pre_caching_hash_algorithm": "sha256_cbor"}):
+        keys = probe.keys(CacheConfig(chunk_size=16, **settings).model_dump())
+        names = {name for name in keys if not name.endswith(", for KV")}
+        assert len({keys[name] for name in names}) == len(names)
+        assert (keys.keys() > names) is bool(settings)
+        assert keys == Probe(b"other").keys(CacheConfig(chunk_size=16, **settings).model_dump())
+    assert not probe.client_settings(CONFIG.model_dump())["differences"]
+
+
+def test_a_probe_says_what_a_client_would_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = Probe(b"id")
+    monkeypatch.setenv("HS_CACHE_CHUNK_SIZE", "8")
+    found = probe.client_settings(CONFIG.model_dump())
+    assert (found["differences"], found["refused"]) == (["chunk_size is 4, asked for 8"], True)
+    monkeypatch.setenv("HS_CACHE_CHUNK_SISE", "8")
+    assert "HS_CACHE_CHUNK_SISE" in probe.client_settings(CONFIG.model_dump())["error"]
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, "5", True, float("nan"), float("inf")])
+def test_a_wrong_timeout_is_refused_before_anything(timeout_s: Any) -> None:
+    with pytest.raises(InvalidInputError, match="timeout_s: got"):
+        doctor_run.doctor(timeout_s=timeout_s)
