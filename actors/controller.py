@@ -43,6 +43,11 @@ _SILENCE_S = 5.0
 _RETRY_S = 10.0
 """How long after a failure a node is tried again."""
 
+_INSTALL = (
+    " (install hs-cache on that node too, in the environment in which its `ray start` ran, or leave it out with "
+    "node_selector)"
+)
+
 
 class CacheController:
     """One per service, detached. Threaded: `publish` and `locate` go on while nodes are being watched.
@@ -223,7 +228,10 @@ class CacheController:
                     continue
                 cause = translated(error, "starting its actors")
                 kind = type(cause) if isinstance(cause, HiddenStateCacheError) else ServiceError
-                failure = kind(f"node {node_id}: {str(cause).strip().splitlines()[-1]}")
+                reason = str(cause).strip().splitlines()[-1]
+                if reason.startswith("ModuleNotFoundError"):
+                    reason += _INSTALL
+                failure = kind(f"node {node_id}: {reason}")
                 if node_id not in self._failed:
                     logger.warning("a node has no actors, and is tried again every %.0f s: %s", _RETRY_S, failure)
                 self._failed[node_id] = (time.monotonic(), failure)

@@ -4,6 +4,8 @@
 that the parts without Ray also work where Ray is not installed.
 """
 
+from __future__ import annotations  # an older Python is told so, and must get as far as that
+
 import importlib
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
         ConfigError,
         ConfigMismatchError,
         HiddenStateCacheError,
+        InstallationError,
         InvalidInputError,
         PoolError,
         PoolTooLargeError,
@@ -54,6 +57,7 @@ __all__ = [
     "HiddenStateCache",
     "HiddenStateCacheError",
     "HiddenStateRef",
+    "InstallationError",
     "InvalidInputError",
     "KVReports",
     "KeySpace",
@@ -108,11 +112,16 @@ _HOME = {
     "PrefixWriter": "writer",
 }
 
+_NEED_RAY = frozenset({"client", "doctor_run", "launch", "refs", "weights", "writer"})
+
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME.get(name, 'errors')}"), name)
+    home = _HOME.get(name, "errors")
+    if home in _NEED_RAY:
+        importlib.import_module(f"{__name__}.installation").require_installation()
+    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
     globals()[name] = value
     return value
 

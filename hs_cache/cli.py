@@ -1,4 +1,4 @@
-"""``hs-cache``, the command line. `actors.__main__`, which gets installed, adds the commands that create actors."""
+"""``hs-cache``, the command line. `actors.commands` adds those that create actors."""
 
 import json
 import logging

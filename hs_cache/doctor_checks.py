@@ -45,7 +45,16 @@ def _nodes(facts: ClusterFacts) -> Iterator[Finding]:
             "look at the raylet's log there; if the node is gone, Ray says so within half a minute",
             (node.node_id,),
         )
-    if not silent:
+    partly = [node for node in facts.nodes if node.look is not None and node.trouble]
+    for node in partly:
+        yield Finding(
+            "nodes",
+            WARNING,
+            f"node {node.short} could not tell everything: {node.trouble}",
+            "run this again; if it stays so, see whether its package is that of the others",
+            (node.node_id,),
+        )
+    if not silent and not partly:
         yield Finding("nodes", OK, f"{count} alive in Ray at {facts.address}, and each runs what it is given{dead}")
 
 
@@ -116,8 +125,8 @@ def _carriers(facts: ClusterFacts) -> Iterator[Finding]:
             "no node matches node_selector",
             "add a node that does, or start the service with another node_selector",
         )
-    elif not bad:
-        rest = [node for node in facts.nodes if node.node_id not in matching] if progress else []
+    elif progress and not bad:
+        rest = [node for node in facts.nodes if node.node_id not in matching]
         without = f"; clients on {_names(rest)}, not chosen by node_selector, use another node's" if rest else ""
         yield Finding("carriers", OK, f"{_count(len(matching), 'node')} to have a pool, and each has{without}")
 

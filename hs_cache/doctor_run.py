@@ -20,7 +20,7 @@ from hs_cache.config import CacheConfig
 from hs_cache.doctor_checks import check
 from hs_cache.doctor_facts import ClusterFacts, DoctorReport, NodeFacts, PathFacts
 from hs_cache.doctor_probe import Probe
-from hs_cache.errors import ConfigError, InvalidInputError, ServiceError, ServiceNotRunningError
+from hs_cache.errors import ConfigError, HiddenStateCacheError, InvalidInputError, ServiceError, ServiceNotRunningError
 from hs_cache.launch import check_service, join
 from hs_cache.router import HIDDEN_STATES, KV, actors_of, bounded, find_actor, find_controller, is_running, translated
 
@@ -250,12 +250,11 @@ class _Examination:
         for (node_id, field), trouble in troubles.items():
             self._note(node_id, **{"keys_trouble" if field == "keys" else "trouble": trouble})
         mine = Probe(b"")
-        return replace(
-            here,
-            look=mine.look(),
-            keys=mine.keys(settings),
-            client=mine.client_settings(settings) if config is not None else None,
-        )
+        here = replace(here, look=mine.look(), client=mine.client_settings(settings) if config is not None else None)
+        try:
+            return replace(here, keys=mine.keys(settings))
+        except HiddenStateCacheError as error:
+            return replace(here, keys_trouble=str(error))
 
     def _attach(self) -> None:
         refs = {

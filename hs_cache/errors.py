@@ -14,6 +14,7 @@ The tree::
            x  ServiceTimeoutError (TimeoutError)
            x  StaleRevisionError
       x  CacheClosedError
+      x  InstallationError (ImportError)
 
 A miss is a value, never an exception. Infrastructure trouble (`ServiceError` and what is below it) is turned into a
 miss or a failed store unless the caller asked for ``strict=True``; everything else is the caller's mistake and is
@@ -70,3 +71,7 @@ class StaleRevisionError(ServiceError):
 
 class CacheClosedError(HiddenStateCacheError):
     """The cache was used after ``close()``, or in a forked child of the process that connected it."""
+
+
+class InstallationError(HiddenStateCacheError, ImportError):
+    """This Python, its Ray or its PyTorch is missing or too old; raised when the first name that needs it is used."""

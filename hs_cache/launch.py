@@ -10,21 +10,25 @@ import re
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray._private import services
+from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.exceptions import AuthenticationError, RayError
 
 from hs_cache import errors
 from hs_cache.config import CacheConfig
 from hs_cache.errors import InvalidInputError, ServiceError, ServiceTimeoutError
-from hs_cache.router import require_ray
+from hs_cache.router import bounded, require_ray
 
 START_TIMEOUT_S = 120.0
 _REACH_TIMEOUT_S = 5.0
+_ANSWER_TIMEOUT_S = 20.0
+"""For a control store that takes connections: one that answers at all does so at once."""
 
 _ROOT = Path(errors.__file__).parent.parent
 _MAIN = "import sys; sys.path.insert(0, sys.argv.pop(1)); from actors.__main__ import main; main()"
@@ -46,27 +50,31 @@ def join(address: str | None = None, **options: Any) -> None:
     Raises:
         ServiceError: there is no cluster at that address, or it doesn't let this process in.
     """
-    found = address
+    found = None if address in (None, "auto") else address
     try:
         if "://" not in (address or ""):
             found = services.canonicalize_bootstrap_address(address)  # type: ignore[arg-type]
         if found and "://" not in found:
             host, _, port = found.rpartition(":")
             socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_TIMEOUT_S).close()
-            GcsClient(address=found)
+            ensure_token_if_auth_enabled(create_token_if_missing=False)  # without one, Ray would end this process
+            bounded(partial(GcsClient, address=found), _ANSWER_TIMEOUT_S)
         ray.init(address=address, **options)
     except AuthenticationError as error:
         raise ServiceError(
             f"the Ray cluster at {found} wants another authentication than this process has: where it was started with "
             "a token, set RAY_AUTH_MODE=token here too, and have its token in ~/.ray/auth_token or RAY_AUTH_TOKEN"
         ) from error
-    except (OSError, OverflowError, RuntimeError, ValueError, RayError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        where = (
-            f"at {found}" if address in (None, "auto") and found else f"at {address}" if found else "on this machine"
-        )
+    except (OSError, OverflowError, RuntimeError, ValueError, RayError, ServiceTimeoutError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        if lines[0].startswith("Version mismatch"):
+            raise ServiceError(
+                f"the Ray cluster at {found} has other versions than this process: {' '.join(lines)} (both need the "
+                "same Ray and the same Python)"
+            ) from error
+        where = f"at {found if address in (None, 'auto') else address}" if found else "on this machine"
         raise ServiceError(
-            f"no Ray cluster can be joined {where}: {reason} (start one with: ray start --head; one that is gone may "
+            f"no Ray cluster can be joined {where}: {lines[0]} (start one with: ray start --head; one that is gone may "
             "still be named in RAY_ADDRESS or in /tmp/ray/ray_current_cluster)"
         ) from error
 

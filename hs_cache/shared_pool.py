@@ -239,7 +239,10 @@ class SharedPool(_MappedPool):
         except OSError as error:
             if fd >= 0:
                 os.close(fd)
-            raise PoolError(f"cannot create a shared memory file of {data_bytes} bytes: {error}") from error
+            raise PoolError(
+                f"cannot create a shared memory file of {data_bytes} bytes: {error}. Lower max_hidden_state_cpu_size, "
+                "or raise the limits under which Ray was started there (ulimit -f and -v)"
+            ) from error
         self.address = PoolAddress(os.getpid(), start_time, fd, incarnation, data_bytes)
         self._prefaulted_bytes = 0
         self._stop = threading.Event()

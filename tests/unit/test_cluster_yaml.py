@@ -17,7 +17,7 @@ from jsonschema import ValidationError
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.scripts import scripts as ray_commands
 
-import actors.__main__  # adds its commands to the others
+import actors.commands  # adds its commands to the others
 from hs_cache.cli import cli
 from hs_cache.config import CacheConfig
 
@@ -114,7 +114,7 @@ def test_the_commands_of_the_cluster_file(cluster: dict[str, Any]) -> None:
     assert sum("hs-cache start" in line for line in lines) == 1
     for line in lines:
         parse(line)
-    assert actors.__main__.start is cli.commands["start"]
+    assert actors.commands.start is cli.commands["start"]
     config = settings(start_of_service(cluster["head_start_ray_commands"]))
     assert config.node_selector == "gpu"  # no GPU node is there when it starts
     (installed,) = cluster["setup_commands"]

@@ -156,6 +156,14 @@ def test_a_node_that_runs_nothing() -> None:
     )
 
 
+def test_a_node_that_tells_only_a_part() -> None:
+    assert only(make_facts(make_node(B, trouble="no such module", headroom=None))) == (
+        "nodes",
+        WARNING,
+        "node bbbbbbbb (10.0.0.2) could not tell everything: no such module",
+    )
+
+
 def test_no_service() -> None:
     nodes = [
         make_node(node_id, config=None, stats=None, kv=None, has_actors=frozenset(), canary=None)
@@ -172,6 +180,7 @@ def test_a_controller_that_does_not_answer() -> None:
     name, level, message = only(make_facts(**gone))
     assert (name, level) == ("service", FAILED)
     assert message.startswith("the controller of 'default' does not answer: asking it")
+    assert not [finding for finding in check(make_facts(**gone)) if finding.check == "carriers"]
 
 
 def test_nodes_that_should_have_actors_and_have_none() -> None:

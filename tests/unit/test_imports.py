@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 ORDER = [
     "errors",
     "html",
+    "installation",
     "config",
     "keys",
     "lora",
@@ -88,6 +89,7 @@ MAY_IMPORT_RAY = {
 WITHOUT_TORCH = [
     "errors",
     "html",
+    "installation",
     "config",
     "keys",
     "lmcache_names",
@@ -107,7 +109,7 @@ WITHOUT_TORCH = [
     "revisions",
     "lora",
 ]
-ACTORS_WITHOUT_TORCH = ["kv_actor", "controller", "hidden_state_actor", "pair", "deploy", "__main__"]
+ACTORS_WITHOUT_TORCH = ["kv_actor", "controller", "hidden_state_actor", "pair", "deploy", "commands", "__main__"]
 """All but a process that runs a `HiddenStateActor` does without torch, and that loads it by itself."""
 
 
