@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 import torch
 from transformers import DynamicCache
@@ -13,19 +12,12 @@ from hs_cache import HiddenStateCache
 from .conversation import Prompt
 from .kv_chunks import KVChunks
 from .messages import Mode, Rows, Thought
-from .thinker_model import ThinkerModel
-from .tiny_model import AUDIO, STORED_LAYERS, build_model
-
-_ASSISTANT_HEADER_TOKENS = 3
+from .thinker_model import ASSISTANT_HEADER_TOKENS, ThinkerModel, concatenate
+from .tiny_model import STORED_LAYERS, build_model
 
 
 class Thinker:
-    """Runs as a Ray actor of its own.
-
-    Prefill always steps from one multiple of the chunk size to the next, counted from the start of the prompt. How a
-    kernel rounds depends on the shape it is given; on this grid a chunk has the same shape whether or not what is
-    before it was restored, so restored and recomputed numbers are equal to the last bit.
-    """
+    """Runs as a Ray actor of its own."""
 
     def __init__(self, *, cache: HiddenStateCache, dtype: torch.dtype, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
@@ -36,7 +28,7 @@ class Thinker:
         self._kv = KVChunks()
         self._lease: object = None
         # the first pass through the kernels is slow; it should not count for the first turn
-        self._prefill(Prompt(tuple(range(256)) * 2, (), None), 0, self._model.new_kv())
+        self._model.prefill(Prompt(tuple(range(256)) * 2, (), None), 0, self._model.new_kv(), self._chunk_size)
 
     def think(self, prompt: Prompt, mode: Mode, max_new_tokens: int) -> tuple[Thought, Rows]:
         """Answer a prompt.
@@ -56,7 +48,7 @@ class Thinker:
         restored = 0 if mode is Mode.NO_CACHE else self._restorable(prompt, keys, ask_cache=mode is Mode.CACHED)
         kv = self._model.new_kv()
         self._kv.load(keys[: restored // self._chunk_size], into=kv)
-        last, rows = self._prefill(prompt, restored, kv)
+        last, rows = self._model.prefill(prompt, restored, kv, self._chunk_size)
         if mode is Mode.CACHED:
             self._save(prompt, keys, restored, kv, rows)
         reply, reply_rows = self._decode(last, len(prompt), kv, max_new_tokens)
@@ -66,7 +58,7 @@ class Thinker:
             restored_tokens=restored,
             seconds=time.perf_counter() - started,
         )
-        return thought, Rows.pack(restored, _concatenate([rows, *reply_rows]))
+        return thought, Rows.pack(restored, concatenate([rows, *reply_rows]))
 
     def evict_kv(self, prompt: Prompt, chunk: int) -> None:
         """Drop the KV of one chunk and say so to the KV actor, as an engine does when it needs the block elsewhere.
@@ -83,9 +75,9 @@ class Thinker:
         """How many tokens can be skipped, a multiple of the chunk size.
 
         The answer can only be as long as KV *and* rows: what has KV but no rows must be prefilled again, for the
-        talker. The assistant's header is always prefilled: the next token needs a row to come from.
+        talker.
         """
-        chunks = min(self._kv.match(keys), (len(prompt) - _ASSISTANT_HEADER_TOKENS) // self._chunk_size)
+        chunks = min(self._kv.match(keys), (len(prompt) - ASSISTANT_HEADER_TOKENS) // self._chunk_size)
         if not ask_cache or not chunks:
             return chunks * self._chunk_size
         hit = self._cache.retrieve(
@@ -93,19 +85,6 @@ class Thinker:
         )
         self._lease = hit  # chunks that someone holds are not evicted: the talker will find what is promised here
         return int(hit.num_tokens) // self._chunk_size * self._chunk_size
-
-    def _prefill(self, prompt: Prompt, start: int, kv: DynamicCache) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """Prefill from ``start`` to the end; returns the last token's output [1, 1, hidden] and the rows of all."""
-        token_ids = prompt.token_ids[start:]
-        audio = self._model.encode_audio(prompt.mel) if prompt.mel is not None and AUDIO in token_ids else None
-        embeddings = self._model.embed(prompt.token_ids[:start], token_ids, audio)
-        output = embeddings
-        steps = []
-        for begin in range(start, len(prompt), self._chunk_size):
-            end = min(begin + self._chunk_size, len(prompt))
-            output, rows = self._model.forward(embeddings[:, begin - start : end - start], begin, kv)
-            steps.append(rows)
-        return output[:, -1:], _concatenate(steps)
 
     def _decode(
         self, last: torch.Tensor, position: int, kv: DynamicCache, count: int
@@ -134,7 +113,3 @@ class Thinker:
         new_rows = {layer: layer_rows[: whole - restored] for layer, layer_rows in rows.items()}
         self._cache.store(token_ids, new_rows, token_offset=restored, mm_spans=prompt.mm_spans)
         self._cache.kv.report_stored(token_ids, mm_spans=prompt.mm_spans)
-
-
-def _concatenate(parts: Sequence[dict[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
-    return {layer: torch.cat([part[layer] for part in parts]) for layer in STORED_LAYERS}

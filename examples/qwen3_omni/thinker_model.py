@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
 
+from .conversation import Prompt
 from .tiny_model import AUDIO, NUM_BYTE_TOKENS, STORED_LAYERS
+
+ASSISTANT_HEADER_TOKENS: Final = 3
+"""At the end of a prompt. They are always prefilled: the next token needs a row to come from."""
 
 
 class ThinkerModel:
@@ -79,6 +83,39 @@ class ThinkerModel:
         )
         return output.last_hidden_state, {layer: output.hidden_states[layer][0] for layer in STORED_LAYERS}
 
+    def prefill(
+        self, prompt: Prompt, start: int, kv: DynamicCache, chunk_size: int
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Prefill a prompt from one multiple of the chunk size to the next, counted from its start.
+
+        How a kernel rounds depends on the shape it is given; on this grid a chunk has the same shape whether or not
+        what is before it was restored, so restored and recomputed numbers are equal to the last bit.
+
+        Args:
+            prompt: all of it.
+            start: how many of its tokens `kv` has, a multiple of the chunk size.
+            kv: theirs; that of the others is added.
+            chunk_size: tokens.
+
+        Returns:
+            The last token's output ``[1, 1, hidden]``, and the rows of the tokens from ``start`` on.
+        """
+        token_ids = prompt.token_ids[start:]
+        audio = self.encode_audio(prompt.mel) if prompt.mel is not None and AUDIO in token_ids else None
+        embeddings = self.embed(prompt.token_ids[:start], token_ids, audio)
+        output = embeddings
+        steps = []
+        for begin in range(start, len(prompt), chunk_size):
+            end = min(begin + chunk_size, len(prompt))
+            output, rows = self.forward(embeddings[:, begin - start : end - start], begin, kv)
+            steps.append(rows)
+        return output[:, -1:], concatenate(steps)
+
     def next_token(self, output: torch.Tensor) -> int:
         """Greedy; only byte tokens, so that random weights cannot emit a control token into the conversation."""
         return int(self._thinker.lm_head(output[:, -1:])[0, -1, :NUM_BYTE_TOKENS].argmax())
+
+
+def concatenate(parts: Sequence[dict[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
+    """Rows of consecutive steps as those of one."""
+    return {layer: torch.cat([part[layer] for part in parts]) for layer in STORED_LAYERS}

@@ -1,0 +1,248 @@
+"""The pipeline's HTTP side, and how all of it is put together: ``serve run serve_pipeline.app:build``.
+
+``POST /chat`` takes the whole conversation, as OpenAI's chat API does, and answers in lines of JSON (NDJSON) as tokens
+and codes come. Nothing is kept from one request to the next but the cache, so any ingress can serve any turn.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import json
+import logging
+import time
+import wave
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from fastapi import FastAPI, HTTPException
+from fastapi.responses import StreamingResponse
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
+from qwen3_omni.audio import SAMPLE_RATE_HZ, encode_clip
+from qwen3_omni.conversation import Conversation, Prompt
+from qwen3_omni.tiny_model import STORED_LAYERS
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from hs_cache.integrations.serve import router_config
+
+from .messages import SpeakRequest, Speech, ThinkRequest, Thought
+from .settings import PipelineSettings
+from .talker_stage import TalkerStage
+from .thinker_stage import ThinkerStage
+
+logger = logging.getLogger("ray.serve")
+
+_ATTEMPTS = 3
+_MAX_PROMPT_TOKENS = 16_384
+
+api = FastAPI(title="Qwen3-Omni, thinker and talker")
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class TextPart(_Part):
+    """Text of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class AudioPart(_Part):
+    """A clip of a message: a WAV file, 16 bit, mono, 16 kHz, in base64."""
+
+    type: Literal["audio"]
+    wav: str
+
+
+class Message(_Part):
+    """One turn. An assistant's content is what it answered, as it came: one character per byte (Latin-1), since a model
+    with random weights knows no UTF-8."""
+
+    role: Literal["user", "assistant"]
+    content: str | list[Annotated[TextPart | AudioPart, Field(discriminator="type")]]
+
+
+class ChatRequest(_Part):
+    """The body of ``POST /chat``.
+
+    Attributes:
+        messages: the conversation, beginning and ending with the user.
+        max_tokens: exactly as many are generated.
+        max_codes: exactly as many steps are spoken, 0 for none.
+        audio: send the waveform too.
+        use_cache: False restores and stores nothing, for comparison.
+    """
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int = Field(16, ge=1, le=1024)
+    max_codes: int = Field(16, ge=0, le=1024)
+    audio: bool = False
+    use_cache: bool = True
+
+
+@serve.ingress(api)
+class Chat:
+    """Tokenises, passes a turn through both stages, and streams what comes of it."""
+
+    def __init__(self, settings: PipelineSettings, thinker: DeploymentHandle, talker: DeploymentHandle) -> None:
+        self._system_prompt = settings.system_prompt
+        self._think = thinker.options(method_name="think", stream=True)
+        self._speak = talker.options(method_name="speak", stream=True)
+
+    @api.get("/healthz")
+    async def healthz(self) -> dict[str, str]:
+        """For load balancers."""
+        return {"status": "ok"}
+
+    @api.post("/chat")
+    async def chat(self, request: ChatRequest) -> StreamingResponse:
+        """Answer a turn; lines of JSON with ``text``, ``codes``, and at the end ``done`` or ``error``."""
+        prompt = make_prompt(self._system_prompt, request.messages)
+        return StreamingResponse(self._lines(prompt, request), media_type="application/x-ndjson")
+
+    async def _lines(self, prompt: Prompt, request: ChatRequest) -> AsyncIterator[str]:
+        started = time.perf_counter()
+        sent = {"text": 0, "codes": 0}
+        use_cache = request.use_cache
+        for attempt in range(1, _ATTEMPTS + 1):
+            seen = dict.fromkeys(sent, 0)
+            try:
+                async for name, value in self._events(prompt, request, use_cache):
+                    if name == "done":
+                        seconds = time.perf_counter() - started
+                        yield _line(name, {**value, "attempts": attempt, "seconds": seconds})
+                        return
+                    seen[name] += 1
+                    if seen[name] > sent[name]:  # each attempt gives the same; what the client has is left out
+                        sent[name] = seen[name]
+                        yield _line(name, value)
+            except (RayError, RayServeException) as error:
+                logger.warning("attempt %d at a turn failed: %s", attempt, error)
+                use_cache = use_cache and attempt < _ATTEMPTS - 1
+        yield _line("error", "the turn could not be answered, try again later")
+
+    async def _events(self, prompt: Prompt, request: ChatRequest, use_cache: bool) -> AsyncIterator[tuple[str, Any]]:
+        thought: Thought | None = None
+        asked = ThinkRequest(prompt.token_ids, prompt.mm_spans, prompt.mel, request.max_tokens, use_cache)
+        async for item in self._think.remote(asked):
+            if isinstance(item, Thought):
+                thought = item
+            else:
+                yield "text", chr(item)
+        if thought is None:
+            raise RayServeException("the thinker's stream ended early")
+        done = {
+            "prompt_tokens": len(prompt),
+            "restored_tokens": thought.restored_tokens,
+            "moved_tokens": thought.moved_tokens,
+            "thinker": {"node": thought.node_id, "replica": thought.replica},
+        }
+        if request.max_codes:
+            speech: Speech | None = None
+            async for item in self._speak.remote(SpeakRequest(prompt.token_ids, thought, max(request.max_codes, 2))):
+                if isinstance(item, Speech):
+                    speech = item
+                else:
+                    yield "codes", item
+            if speech is None:
+                raise RayServeException("the talker's stream ended early")
+            samples = speech.waveform.astype("<f4").tobytes()
+            done |= {
+                "talker": {"node": speech.node_id, "replica": speech.replica},
+                "rows_sha256": speech.row_digests,
+                "waveform_sha256": hashlib.sha256(samples).hexdigest(),
+            }
+            if request.audio:
+                done["waveform_f32"] = base64.b64encode(samples).decode()
+        yield "done", done
+
+
+def make_prompt(system_prompt: str, messages: list[Message]) -> Prompt:
+    """The conversation as token ids.
+
+    Raises:
+        HTTPException: 422, it can't be one.
+    """
+    conversation = Conversation()
+    conversation.add_system(system_prompt)
+    for number, message in enumerate(messages):
+        if message.role != ("user", "assistant")[number % 2]:
+            raise HTTPException(422, f"messages[{number}].role: got {message.role!r}, expected them to take turns")
+        text, clip = _content(number, message)
+        if message.role == "assistant":
+            try:
+                conversation.add_assistant(tuple(text.encode("latin-1")))
+            except UnicodeEncodeError as error:
+                raise HTTPException(422, f"messages[{number}].content: not what an assistant answered") from error
+            continue
+        try:
+            conversation.add_user(text, None if clip is None else encode_clip(clip))
+        except ValueError as error:
+            raise HTTPException(422, f"messages[{number}].content: {error}") from error
+    if len(messages) % 2 == 0:
+        raise HTTPException(422, "messages: the last is the assistant's, expected the user's")
+    prompt = conversation.prompt()
+    if len(prompt) > _MAX_PROMPT_TOKENS:
+        raise HTTPException(422, f"messages: got {len(prompt)} tokens, expected at most {_MAX_PROMPT_TOKENS}")
+    return prompt
+
+
+def _content(number: int, message: Message) -> tuple[str, NDArray[np.int16] | None]:
+    if isinstance(message.content, str):
+        return message.content, None
+    clips = [_samples(number, part.wav) for part in message.content if isinstance(part, AudioPart)]
+    if len(clips) > 1 or (clips and message.role == "assistant"):
+        raise HTTPException(422, f"messages[{number}].content: got {len(clips)} clips, expected one, and the user's")
+    text = "".join(part.text for part in message.content if isinstance(part, TextPart))
+    return text, clips[0] if clips else None
+
+
+def _samples(number: int, encoded: str) -> NDArray[np.int16]:
+    try:
+        with wave.open(io.BytesIO(base64.b64decode(encoded, validate=True))) as clip:
+            if (clip.getframerate(), clip.getnchannels(), clip.getsampwidth()) == (SAMPLE_RATE_HZ, 1, 2):
+                samples = np.frombuffer(clip.readframes(clip.getnframes()), dtype="<i2").astype(np.int16)
+                if len(samples) >= SAMPLE_RATE_HZ // 10:
+                    return samples
+    except (binascii.Error, wave.Error, EOFError) as error:
+        raise HTTPException(422, f"messages[{number}].content: no WAV file in base64: {error}") from error
+    raise HTTPException(422, f"messages[{number}].content: expected a WAV of 16 bit, mono, 16 kHz, of 0.1 s or longer")
+
+
+def _line(name: str, value: Any) -> str:
+    return json.dumps({name: value}) + "\n"
+
+
+def build(settings: PipelineSettings) -> serve.Application:
+    """The application; deployments can be changed by name in a Serve config file."""
+    affinity = router_config(
+        service=settings.service, model=settings.model, layers=list(STORED_LAYERS), reply_tokens=128
+    )
+    thinker = serve.deployment(ThinkerStage).options(
+        name="Thinker",
+        num_replicas=settings.thinkers,
+        max_replicas_per_node=1,
+        max_ongoing_requests=4,
+        ray_actor_options={"num_cpus": 1},
+        **({"request_router_config": affinity} if settings.affine else {}),
+    )
+    talker = serve.deployment(TalkerStage).options(
+        name="Talker",
+        num_replicas=settings.talkers,
+        max_replicas_per_node=1,
+        max_ongoing_requests=4,
+        ray_actor_options={"num_cpus": 1},
+    )
+    chat = serve.deployment(Chat).options(
+        name="Chat", num_replicas=settings.ingresses, max_ongoing_requests=100, ray_actor_options={"num_cpus": 0.1}
+    )
+    return chat.bind(settings, thinker.bind(settings), talker.bind(settings))

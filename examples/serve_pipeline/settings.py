@@ -1,0 +1,46 @@
+"""The pipeline's settings: ``args`` in serve_config.yaml."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class PipelineSettings(BaseModel):
+    """What all deployments are told.
+
+    Attributes:
+        service: name of the cache service.
+        cache: its settings, where a replica has to start it.
+        dtype, small: of the model; see `qwen3_omni.tiny_model.build_model`.
+        kv_mib: KV that each node's holder keeps at most.
+        fetch_kv: take KV from other nodes' holders where they have more, instead of computing it again.
+        thinkers, talkers, ingresses: replicas, the first two one per node at most.
+        affine: send turns to the thinker that has their prefix; False leaves the choice to Serve.
+        system_prompt: begins every conversation.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    service: str = "default"
+    cache: dict[str, Any] = {"chunk_size": 64, "max_hidden_state_cpu_size": 0.25}
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    small: bool = True
+    kv_mib: int = Field(256, gt=0)
+    fetch_kv: bool = True
+    thinkers: int = Field(2, gt=0)
+    talkers: int = Field(2, gt=0)
+    ingresses: int = Field(2, gt=0)
+    affine: bool = True
+    system_prompt: str = "You talk with people. Answer in the language that you are spoken to in, and be brief."
+
+    @property
+    def model(self) -> str:
+        """Under which the cache knows these weights: prefixes of others are other prefixes."""
+        return f"qwen3-omni-tiny{'-small' if self.small else ''}-{self.dtype}"
+
+    @property
+    def kv_bytes(self) -> int:
+        """KV that each node's holder keeps at most."""
+        return self.kv_mib << 20
