@@ -4,8 +4,6 @@
 and codes come. Nothing is kept from one request to the next but the cache, so any ingress can serve any turn.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import hashlib
@@ -89,6 +87,63 @@ class ChatRequest(_Part):
     use_cache: bool = True
 
 
+def make_prompt(system_prompt: str, messages: list[Message]) -> Prompt:
+    """The conversation as token ids.
+
+    Raises:
+        HTTPException: 422, it can't be one.
+    """
+    conversation = Conversation()
+    conversation.add_system(system_prompt)
+    for number, message in enumerate(messages):
+        if message.role != ("user", "assistant")[number % 2]:
+            raise HTTPException(422, f"messages[{number}].role: got {message.role!r}, expected them to take turns")
+        text, clip = _content(number, message)
+        if message.role == "assistant":
+            try:
+                conversation.add_assistant(tuple(text.encode("latin-1")))
+            except UnicodeEncodeError as error:
+                raise HTTPException(422, f"messages[{number}].content: not what an assistant answered") from error
+            continue
+        try:
+            conversation.add_user(text, None if clip is None else encode_clip(clip))
+        except ValueError as error:
+            raise HTTPException(422, f"messages[{number}].content: {error}") from error
+    if len(messages) % 2 == 0:
+        raise HTTPException(422, "messages: the last is the assistant's, expected the user's")
+    prompt = conversation.prompt()
+    if len(prompt) > _MAX_PROMPT_TOKENS:
+        raise HTTPException(422, f"messages: got {len(prompt)} tokens, expected at most {_MAX_PROMPT_TOKENS}")
+    return prompt
+
+
+def _content(number: int, message: Message) -> tuple[str, NDArray[np.int16] | None]:
+    if isinstance(message.content, str):
+        return message.content, None
+    clips = [_samples(number, part.wav) for part in message.content if isinstance(part, AudioPart)]
+    if len(clips) > 1 or (clips and message.role == "assistant"):
+        raise HTTPException(422, f"messages[{number}].content: got {len(clips)} clips, expected one, and the user's")
+    text = "".join(part.text for part in message.content if isinstance(part, TextPart))
+    return text, clips[0] if clips else None
+
+
+def _samples(number: int, encoded: str) -> NDArray[np.int16]:
+    try:
+        with wave.open(io.BytesIO(base64.b64decode(encoded, validate=True))) as clip:
+            if (clip.getframerate(), clip.getnchannels(), clip.getsampwidth()) == (SAMPLE_RATE_HZ, 1, 2):
+                samples = np.frombuffer(clip.readframes(clip.getnframes()), dtype="<i2").astype(np.int16)
+                if len(samples) >= SAMPLE_RATE_HZ // 10:
+                    return samples
+    except (binascii.Error, wave.Error, EOFError) as error:
+        raise HTTPException(422, f"messages[{number}].content: no WAV file in base64: {error}") from error
+    raise HTTPException(422, f"messages[{number}].content: expected a WAV of 16 bit, mono, 16 kHz, of 0.1 s or longer")
+
+
+def _line(name: str, value: Any) -> str:
+    return json.dumps({name: value}) + "\n"
+
+
+# Serve pickles the API when it sees this class, and with it what is above.
 @serve.ingress(api)
 class Chat:
     """Tokenises, passes a turn through both stages, and streams what comes of it."""
@@ -164,62 +219,6 @@ class Chat:
             if request.audio:
                 done["waveform_f32"] = base64.b64encode(samples).decode()
         yield "done", done
-
-
-def make_prompt(system_prompt: str, messages: list[Message]) -> Prompt:
-    """The conversation as token ids.
-
-    Raises:
-        HTTPException: 422, it can't be one.
-    """
-    conversation = Conversation()
-    conversation.add_system(system_prompt)
-    for number, message in enumerate(messages):
-        if message.role != ("user", "assistant")[number % 2]:
-            raise HTTPException(422, f"messages[{number}].role: got {message.role!r}, expected them to take turns")
-        text, clip = _content(number, message)
-        if message.role == "assistant":
-            try:
-                conversation.add_assistant(tuple(text.encode("latin-1")))
-            except UnicodeEncodeError as error:
-                raise HTTPException(422, f"messages[{number}].content: not what an assistant answered") from error
-            continue
-        try:
-            conversation.add_user(text, None if clip is None else encode_clip(clip))
-        except ValueError as error:
-            raise HTTPException(422, f"messages[{number}].content: {error}") from error
-    if len(messages) % 2 == 0:
-        raise HTTPException(422, "messages: the last is the assistant's, expected the user's")
-    prompt = conversation.prompt()
-    if len(prompt) > _MAX_PROMPT_TOKENS:
-        raise HTTPException(422, f"messages: got {len(prompt)} tokens, expected at most {_MAX_PROMPT_TOKENS}")
-    return prompt
-
-
-def _content(number: int, message: Message) -> tuple[str, NDArray[np.int16] | None]:
-    if isinstance(message.content, str):
-        return message.content, None
-    clips = [_samples(number, part.wav) for part in message.content if isinstance(part, AudioPart)]
-    if len(clips) > 1 or (clips and message.role == "assistant"):
-        raise HTTPException(422, f"messages[{number}].content: got {len(clips)} clips, expected one, and the user's")
-    text = "".join(part.text for part in message.content if isinstance(part, TextPart))
-    return text, clips[0] if clips else None
-
-
-def _samples(number: int, encoded: str) -> NDArray[np.int16]:
-    try:
-        with wave.open(io.BytesIO(base64.b64decode(encoded, validate=True))) as clip:
-            if (clip.getframerate(), clip.getnchannels(), clip.getsampwidth()) == (SAMPLE_RATE_HZ, 1, 2):
-                samples = np.frombuffer(clip.readframes(clip.getnframes()), dtype="<i2").astype(np.int16)
-                if len(samples) >= SAMPLE_RATE_HZ // 10:
-                    return samples
-    except (binascii.Error, wave.Error, EOFError) as error:
-        raise HTTPException(422, f"messages[{number}].content: no WAV file in base64: {error}") from error
-    raise HTTPException(422, f"messages[{number}].content: expected a WAV of 16 bit, mono, 16 kHz, of 0.1 s or longer")
-
-
-def _line(name: str, value: Any) -> str:
-    return json.dumps({name: value}) + "\n"
 
 
 def build(settings: PipelineSettings) -> serve.Application:

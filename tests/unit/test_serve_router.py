@@ -11,12 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hs_cache.errors import InvalidInputError
+from hs_cache.integrations import serve
 from hs_cache.integrations.affinity import AffinityPolicy, AffinitySettings, Candidate, Demand, Prompt
 from hs_cache.keys import KeySpace, TokenDatabase
-
-pytest.importorskip("ray.serve")
-
-from hs_cache.integrations import serve
 
 CHUNK = 16
 SYSTEM = list(range(1000, 1000 + 20 * CHUNK))
