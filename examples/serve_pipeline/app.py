@@ -13,6 +13,7 @@ import logging
 import time
 import wave
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -199,7 +200,7 @@ class Chat:
             "prompt_tokens": len(prompt),
             "restored_tokens": thought.restored_tokens,
             "moved_tokens": thought.moved_tokens,
-            "thinker": {"node": thought.node_id, "replica": thought.replica},
+            "thinker": asdict(thought.who),
         }
         if request.max_codes:
             speech: Speech | None = None
@@ -212,7 +213,7 @@ class Chat:
                 raise RayServeException("the talker's stream ended early")
             samples = speech.waveform.astype("<f4").tobytes()
             done |= {
-                "talker": {"node": speech.node_id, "replica": speech.replica},
+                "talker": asdict(speech.who),
                 "rows_sha256": speech.row_digests,
                 "waveform_sha256": hashlib.sha256(samples).hexdigest(),
             }

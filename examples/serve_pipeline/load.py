@@ -267,7 +267,7 @@ def applications(names: dict[str, dict[str, Any]]) -> Iterator[dict[str, str]]:
             cluster.add_node(num_cpus=8, include_dashboard=False)
         ray.init(address=cluster.address, logging_level=logging.ERROR, log_to_driver=False)
         port = _free_port()
-        serve.start(http_options={"host": "127.0.0.1", "port": port, "location": "HeadOnly"})
+        serve.start("HeadOnly", {"host": "127.0.0.1", "port": port})
         for name, special in names.items():
             settings = PipelineSettings(
                 service=name, system_prompt=SYSTEM_PROMPT, thinkers=NODES, ingresses=1, **special

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import ray
 from numpy.typing import NDArray
 from qwen3_omni.messages import Rows
+from ray import serve
 
 from hs_cache import HiddenStateRef
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """A replica: Ray's hex id of its node, its name, and its process."""
+
+    node: str
+    replica: str
+    pid: int
+
+    @classmethod
+    def here(cls) -> Whereabouts:
+        """Of the replica that calls this."""
+        replica = serve.get_replica_context().replica_id.unique_id
+        return cls(str(ray.get_runtime_context().get_node_id()), replica, os.getpid())
 
 
 @dataclass(frozen=True)
@@ -41,7 +57,7 @@ class Thought:
         moved_tokens: those of them whose KV came from another node.
         prefix: rows of those that were restored, wherever they are; None where none were restored.
         suffix: to `Rows` of the others and of the reply but its last token.
-        node_id, replica: who thought.
+        who: the replica that thought.
     """
 
     reply: tuple[int, ...]
@@ -49,8 +65,7 @@ class Thought:
     moved_tokens: int
     prefix: HiddenStateRef | None
     suffix: ray.ObjectRef[Rows]
-    node_id: str
-    replica: str
+    who: Whereabouts
 
 
 @dataclass(frozen=True)
@@ -75,19 +90,13 @@ class Speech:
     Attributes:
         waveform: float32 [samples].
         row_digests: layer index to SHA-256 over every thinker row that the talker was given.
-        node_id, replica: who spoke.
+        who: the replica that spoke.
     """
 
     waveform: NDArray[np.float32]
     row_digests: dict[int, str]
-    node_id: str
-    replica: str
+    who: Whereabouts
 
 
 class RowsLostError(Exception):
     """Rows that a thinker referred to are gone: the turn has to be thought again."""
-
-
-def whereabouts(context: Any) -> tuple[str, str]:
-    """Node and name of a replica, from `ray.serve.get_replica_context`."""
-    return str(ray.get_runtime_context().get_node_id()), str(context.replica_tag)

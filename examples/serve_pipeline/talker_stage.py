@@ -11,9 +11,8 @@ import torch
 from qwen3_omni.talker import digest
 from qwen3_omni.talker_model import TalkerModel
 from qwen3_omni.tiny_model import STORED_LAYERS
-from ray import serve
 
-from .messages import RowsLostError, SpeakRequest, Speech, whereabouts
+from .messages import RowsLostError, SpeakRequest, Speech, Whereabouts
 from .settings import PipelineSettings
 from .thinker_stage import prepare_torch
 
@@ -24,7 +23,7 @@ class TalkerStage:
     """One replica."""
 
     async def __init__(self, settings: PipelineSettings) -> None:
-        self._node_id, self._replica = whereabouts(serve.get_replica_context())
+        self._who = Whereabouts.here()
         self._dtype = getattr(torch, settings.dtype)
         self._thread = ThreadPoolExecutor(1, initializer=prepare_torch)
         self._small = settings.small
@@ -57,7 +56,7 @@ class TalkerStage:
             yield step
         waveform = await speaking
         digests = {layer: digest(layer_rows) for layer, layer_rows in rows.items()}
-        yield Speech(waveform.numpy(), digests, self._node_id, self._replica)
+        yield Speech(waveform.numpy(), digests, self._who)
 
     async def _rows(self, request: SpeakRequest) -> dict[int, torch.Tensor]:
         thought = request.thought

@@ -16,13 +16,12 @@ from qwen3_omni.kv_chunks import cut, fill
 from qwen3_omni.messages import Rows
 from qwen3_omni.thinker_model import ASSISTANT_HEADER_TOKENS, ThinkerModel, concatenate
 from qwen3_omni.tiny_model import STORED_LAYERS, build_model
-from ray import serve
 from transformers import DynamicCache
 
 import hs_cache
 
 from .kv_holder import ENGINE, Chunk, find_holder, start_holder
-from .messages import ThinkRequest, Thought, whereabouts
+from .messages import ThinkRequest, Thought, Whereabouts
 from .settings import PipelineSettings
 
 logger = logging.getLogger(__name__)
@@ -54,14 +53,14 @@ class ThinkerStage:
     async def __init__(self, settings: PipelineSettings) -> None:
         self._settings = settings
         self._dtype = getattr(torch, settings.dtype)
-        self._node_id, self._replica = whereabouts(serve.get_replica_context())
+        self._who = Whereabouts.here()
         self._thread = ThreadPoolExecutor(1, initializer=prepare_torch)
         cache = await hs_cache.aconnect(settings.cache, service=settings.service, model=settings.model, engine=ENGINE)
         if cache is None:
             raise RuntimeError("the configuration in the environment says enable_hidden_state_cache: false")
         self._cache = cache
         self._holder = await asyncio.to_thread(
-            start_holder, self._node_id, settings.kv_bytes, settings.service, settings.model
+            start_holder, self._who.node, settings.kv_bytes, settings.service, settings.model
         )
         self._model = await self._compute(self._build)
         self._saving: set[asyncio.Task[None]] = set()
@@ -91,7 +90,7 @@ class ThinkerStage:
             await saving
         suffix = await asyncio.to_thread(ray.put, Rows.pack(start, concatenate(steps)))
         moved = start - restored.num_local * self._cache.chunk_size
-        yield Thought(tuple(reply), start, moved, restored.prefix, suffix, self._node_id, self._replica)
+        yield Thought(tuple(reply), start, moved, restored.prefix, suffix, self._who)
 
     async def _restore(self, prompt: Prompt, keys: Sequence[bytes]) -> _Restored:
         """As far as there are rows *and* KV: what has KV but no rows must be prefilled again, for the talker."""
@@ -115,7 +114,7 @@ class ThinkerStage:
         size = self._cache.chunk_size
         token_ids = prompt.token_ids[: len(wanted) * size]
         nodes = await self._cache.locate(token_ids, STORED_LAYERS, mm_spans=prompt.mm_spans)
-        others = [node for node, tokens in nodes.items() if tokens > first * size and node != self._node_id]
+        others = [node for node, tokens in nodes.items() if tokens > first * size and node != self._who.node]
         holder = await asyncio.to_thread(find_holder, self._settings.service, others[0]) if others else None
         return (await answer_of(holder.load.remote(wanted[first:])) if holder is not None else None) or []
 

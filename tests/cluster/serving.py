@@ -11,6 +11,7 @@ from ray import serve
 from starlette.requests import Request
 
 import hs_cache
+from hs_cache.integrations.serve import OUTCOMES
 
 DIM = 8
 
@@ -46,12 +47,16 @@ class Front:
 
     async def __call__(self, request: Request) -> Any:
         if request.method == "GET":
-            statistics = self._engine._router._asyncio_router.request_router.statistics()
-            return {"routed": statistics.routed, "prefix_tokens": statistics.prefix_tokens}
+            return self._routed()
         body = json.loads(await request.body())
         if isinstance(body, str):
             return await self._engine.text.remote(body)
         return await asyncio.gather(*(self._engine.remote(prompt) for prompt in body))
+
+    def _routed(self) -> dict[str, int]:
+        handle = self._engine._router  # there is none before the first call
+        router = handle and handle._asyncio_router.request_router
+        return {name: router.statistics().routed[name] if router else 0 for name in OUTCOMES}
 
 
 def application(service: str, model: str, seconds: float, config: Any, num_replicas: int = 3) -> serve.Application:

@@ -36,7 +36,7 @@ ANSWER_S = 60.0
 def http(nodes: Nodes) -> Iterator[int]:
     """The port of a Serve of its own."""
     port = free_port()
-    serve.start(http_options={"host": "127.0.0.1", "port": port, "location": "HeadOnly"})
+    serve.start("HeadOnly", {"host": "127.0.0.1", "port": port})
     yield port
     serve.shutdown()
 
@@ -60,7 +60,7 @@ class App:
 
     def routed(self) -> dict[str, int]:
         with urllib.request.urlopen(self.url, timeout=ANSWER_S) as response:
-            found: dict[str, int] = json.loads(response.read())["routed"]
+            found: dict[str, int] = json.loads(response.read())
         return found
 
     def store_on(self, node_id: str, token_ids: list[int]) -> None:
