@@ -18,6 +18,7 @@ from ray import serve
 import hs_cache
 from actors import deploy
 from hs_cache.config import CacheConfig
+from hs_cache.errors import ServiceTimeoutError
 from hs_cache.integrations.serve import router_config
 from hs_cache.router import find_controller
 from tests.builders import CHUNK_SIZE
@@ -26,7 +27,7 @@ from tests.cluster.conftest import POOL_GIB, new_name
 from tests.cluster.nodes import Nodes, store_on
 from tests.processes import free_port, is_running, kill, stopped, wait_until
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 ANSWER_S = 60.0
 """In which a request is answered on a loaded machine; what hangs takes for ever."""
@@ -89,7 +90,16 @@ def service(http: int) -> Iterator[str]:
 
 
 def start(service: str) -> None:
-    deploy.start(CacheConfig(chunk_size=CHUNK_SIZE, max_hidden_state_cpu_size=POOL_GIB), service=service)
+    """A busy machine may take longer than `deploy.start` waits; what it has begun goes on."""
+
+    def started() -> bool:
+        try:
+            deploy.start(CacheConfig(chunk_size=CHUNK_SIZE, max_hidden_state_cpu_size=POOL_GIB), service=service)
+        except ServiceTimeoutError:
+            return False
+        return True
+
+    wait_until(started, "the service runs", timeout_s=180)
 
 
 def run(http: int, service: str, seconds: float = 0.0, **settings: Any) -> App:
