@@ -384,8 +384,9 @@ class NodeStatistics:
 
     def _repr_html_(self) -> str:
         store, bar = self.store, self.store.parts()
+        locked = "page-locked" if self.pinned else f"pageable: {self.pin_reason}" if self.pin_reason else "pageable"
         pool: list[tuple[str, html.Cell]] = [
-            ("pool", f"{html.size(store.capacity_bytes)}, {'page-locked' if self.pinned else self.pin_reason or 'pageable'}"),
+            ("pool", f"{html.size(store.capacity_bytes)}, {locked}"),
             ("of it", html.Bar(bar, store.capacity_bytes)),
             ("resident", html.size(store.resident_bytes)),
             ("leased to readers", html.size(store.leased_bytes)),
