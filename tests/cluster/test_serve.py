@@ -223,7 +223,7 @@ def test_requests_are_answered_when_a_replica_dies(app: App, nodes: Nodes) -> No
     kill(answer["pid"])
     assert app.nodes_of([{**prompt, "stored": False}])[0] in nodes
     wait_until(
-        lambda: app.nodes_of([{**prompt, "stored": False}]) == [nodes.one], "the new replica is used", timeout_s=60
+        lambda: app.nodes_of([{**prompt, "stored": False}]) == [nodes.one], "the new replica is used", timeout_s=240
     )
 
 

@@ -21,6 +21,7 @@ import pytest
 import yaml
 
 from tests.cluster.conftest import RUN_ID
+from tests.cluster.serving import PATIENT
 from tests.processes import ROOT, free_port, is_running, kill, listens, wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
@@ -47,7 +48,7 @@ class Pipeline:
         """``serve deploy`` with so many thinkers; blocks until they run."""
         for deployment in self._config["applications"][0]["deployments"]:
             if deployment["name"] == "Thinker":
-                deployment["num_replicas"] = thinkers
+                deployment["autoscaling_config"] |= {"min_replicas": thinkers, "max_replicas": thinkers}
         self._file.write_text(yaml.safe_dump(self._config), encoding="utf-8")
         line = [str(BIN / "serve"), "deploy", "--address", self._dashboard, str(self._file)]
         done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=120)
@@ -108,11 +109,11 @@ def pipeline() -> Iterator[Pipeline]:
             for deployment in application["deployments"]:
                 deployment["ray_actor_options"] = {"num_cpus": 0.5}
                 if deployment["name"] == "Thinker":
-                    del deployment["autoscaling_config"]
                     deployment["request_router_config"]["request_router_kwargs"]["service"] = f"t-{RUN_ID}-pipeline"
                     deployment["request_router_config"]["request_router_kwargs"]["timeout_s"] = 2.0
                 else:
                     deployment["num_replicas"] = 1
+                    deployment["ray_actor_options"]["runtime_env"] = PATIENT
             running = Pipeline(f"http://127.0.0.1:{dashboard}", http, config, directory)
             running.deploy(thinkers=2)
             yield running
