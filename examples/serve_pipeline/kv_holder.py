@@ -26,8 +26,6 @@ ENGINE: Final = "kv-holder"
 
 NAMESPACE: Final = "serve_pipeline"
 
-_ONE_AT_A_TIME: Final = 1
-
 Chunk = NDArray[np.uint8]
 
 
@@ -108,14 +106,6 @@ class KVHolder:
             self._cache.kv.report_evicted(evicted)
         return len(self._held.load(keys))
 
-    def evict_all(self) -> int:
-        """Drop everything, and report it; returns the number of chunks."""
-        count = len(self._held)
-        self._held = HeldChunks(self._held._capacity_bytes)
-        if self._cache is not None:
-            self._cache.kv.clear()
-        return count
-
     def statistics(self) -> dict[str, int]:
         """How much is here."""
         return {"chunks": len(self._held), "nbytes": self._held.nbytes}
@@ -137,7 +127,6 @@ def start_holder(node_id: str, capacity_bytes: int, service: str, model: str) ->
             get_if_exists=True,
             num_cpus=0,
             max_restarts=-1,
-            max_concurrency=_ONE_AT_A_TIME,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
         .remote(capacity_bytes, service, model)
