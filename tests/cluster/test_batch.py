@@ -12,7 +12,7 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -167,12 +167,18 @@ def started_head(environ: Mapping[str, str]) -> Iterator[Head]:
             stderr=log,
         )
     try:
-        wait_until(lambda: listens(dashboard) and listens(gcs), "the head listens", timeout_s=PATIENCE_S)
+        said = directory / "head.log"
+        wait_until(
+            lambda: process.poll() is not None or ("Ray runtime started" in said.read_text() and listens(dashboard)),
+            "the head has started",
+            timeout_s=PATIENCE_S,
+        )
+        assert process.poll() is None, said.read_text()
         config = directory / "cache.yaml"
         config.write_text(f"chunk_size: {CHUNK_SIZE}\nmax_hidden_state_cpu_size: 0.0625\n")
         line = ["-m", "actors", "start", "--address", head.gcs, "--config", str(config)]
         done = run_python(line, environ=environ)
-        assert done.returncode == 0, done.stderr + (directory / "head.log").read_text()
+        assert done.returncode == 0, done.stderr + said.read_text()
         yield head
         wait_until(lambda: not head.workers(), "no worker of a job is left")
     finally:
@@ -390,6 +396,10 @@ def test_a_cluster_that_wants_a_token(
 ) -> None:
     environ = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
     with started_head(environ) as head:
+        without = replace(head, environ={**head.environ, "RAY_AUTH_MODE": "disabled"})
+        refused = without.ray("job", "list", "--address", head.dashboard)
+        assert refused.returncode == 1
+        assert "authentication is enabled" in refused.stderr
         output = tmp_path / "answers"
         code, log = head.run(tmp_path / "log", prompts, output, "--limit", "4")
         assert code == 0, log
