@@ -139,6 +139,14 @@ class Work:
         then()
 
 
+def after(work: Work | None, then: Callable[[], None]) -> None:
+    """Call `then` when `work`, if it was begun at all, surely touches nothing any more."""
+    if work is None:
+        then()
+    else:
+        work.abandon(then)
+
+
 class Budget:
     """What is left of an operation's time for calls; copying rows has time of its own.
 

@@ -4,10 +4,14 @@ who didn't answer is left alone for a while."""
 import logging
 import threading
 import time
+from typing import TypeVar
 
+from hs_cache.effects import Steps
 from hs_cache.errors import ServiceError, ServiceTimeoutError, StaleRevisionError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _SUSPICION_S = 5.0
 
@@ -31,6 +35,19 @@ class Reported(Exception):
     def __init__(self, error: ServiceError) -> None:
         super().__init__(error)
         self.error = error
+
+
+def surfaced(steps: Steps[T]) -> Steps[T]:
+    """The steps; to a client that is strict, what they report of trouble is raised."""
+    try:
+        return (yield from steps)
+    except Reported as reported:
+        failure = reported.error
+    # Not while the other is being handled: each would refer to the other, and both to the caller's rows.
+    try:
+        raise failure
+    finally:
+        del failure
 
 
 class Troubles:

@@ -56,6 +56,8 @@ ORDER = [
     "attachment",
     "retrieval",
     "gathering",
+    "connection",
+    "reading",
     "session",
     "parcels",
     "router",

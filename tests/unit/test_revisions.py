@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hs_cache import effects, revisions, session
+from hs_cache import connection, effects, revisions
 from hs_cache.errors import (
     InvalidInputError,
     ServiceError,
@@ -40,7 +40,7 @@ TOKENS = make_tokens("abc")
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (session, effects):
+    for module in (connection, effects):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -370,7 +370,7 @@ def test_who_cannot_be_told_the_revision_does_not_connect_unless_he_names_it(str
         ServiceError, match=r"can't say which revision of model 'm' is current: .*; name it, with model_"
     ):
         DirectCache(node, model="m", strict=strict, clock=clock)
-    assert clock.monotonic() - begin <= session._PIN_TIMEOUT_S
+    assert clock.monotonic() - begin <= connection._PIN_TIMEOUT_S
     assert DirectCache(node, model="m", model_revision="v1").put(TOKENS).stored == 3
 
 
@@ -387,7 +387,7 @@ def test_a_controller_that_hangs_costs_a_client_its_deadline_once(clock: Clock) 
     begin = clock.monotonic()
     with pytest.raises(ServiceError, match="it hangs"):
         cache.run(cache.session.attach())
-    assert clock.monotonic() - begin <= session._PIN_TIMEOUT_S + 0.01
+    assert clock.monotonic() - begin <= connection._PIN_TIMEOUT_S + 0.01
     assert cache.effects == ["Locate", "attach", "Find", "revisions"]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from hs_cache import attachment, server, session
+from hs_cache import attachment, connection, server
 from hs_cache.errors import (
     CacheClosedError,
     InvalidInputError,
@@ -415,7 +415,7 @@ def test_a_client_without_a_pool_looks_for_a_better_link_now_and_then(
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(attachment, "time", clock)
-    monkeypatch.setattr(session, "time", clock)
+    monkeypatch.setattr(connection, "time", clock)
     node = Node()
     address = node.pool.address
     monkeypatch.setattr(node.pool, "address", replace(address, fd=10**6))
@@ -562,7 +562,7 @@ class Numbered:
 
 
 def test_a_source_that_names_chunks_is_asked_by_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (session, server):
+    for module in (connection, server):
         monkeypatch.setattr(module, "kv_naming", lambda config, space: Numbered())
     monkeypatch.setattr(server, "NAMING_SOURCES", {"reports"})
     nodes = make_nodes(2, told_only=True)

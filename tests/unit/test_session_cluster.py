@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hs_cache import attachment, effects, gathering, session, troubles
+from hs_cache import attachment, connection, effects, gathering, reading, troubles
 from hs_cache.errors import InvalidInputError, ServiceError, ServiceTimeoutError
 from hs_cache.keys import KVNames
 from hs_cache.results import PrefixHit
@@ -46,7 +46,7 @@ TIMEOUT_S = 2.0
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (attachment, effects, troubles, session):
+    for module in (attachment, effects, troubles, connection, reading):
         monkeypatch.setattr(module, "time", clock)
     return clock
 

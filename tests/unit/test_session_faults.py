@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from hs_cache import session
+from hs_cache import connection
 from hs_cache.errors import ConfigMismatchError, HiddenStateCacheError, ServiceError, ServiceTimeoutError
 from hs_cache.leases import this_process
 from hs_cache.results import PrefixHit, StoreResult
@@ -481,7 +481,7 @@ def test_restarts_and_closes_under_load_give_whole_rows_or_none() -> None:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in ("attachment", "effects", "session"):
+    for module in ("attachment", "effects", "connection"):
         monkeypatch.setattr(f"hs_cache.{module}.time", clock)
     return clock
 
@@ -510,7 +510,7 @@ def test_an_actor_that_stays_away_is_waited_for_within_bounds(clock: Clock) -> N
     begin = clock.monotonic()
     with pytest.raises(ServiceError, match="can't be reached"):
         cache.run(cache.session.attach())
-    assert 0.9 * session._RESTART_S < clock.monotonic() - begin < 1.1 * session._RESTART_S
+    assert 0.9 * connection._RESTART_S < clock.monotonic() - begin < 1.1 * connection._RESTART_S
 
 
 def test_an_actor_that_hangs_is_not_called_again_and_again(clock: Clock) -> None:
