@@ -6,7 +6,7 @@ Both drive the same operations (`hs_cache.session`); a method of the one differs
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -262,22 +262,27 @@ class HiddenStateCache(_Client):
 
     def locate(
         self,
-        token_ids: TokenIds,
+        prompt: TokenIds | ChunkKeys,
         layers: int | Sequence[int],
         *,
         mm_spans: Sequence[MMSpan] = (),
+        nodes: Collection[str] | None = None,
         num_asked: int | None = 4,
         timeout_s: float | None = None,
     ) -> dict[str, int]:
         """Which nodes have a prefix: what decides where to send a request. Changes nothing.
 
-        Costs one round trip to the controller, and one to `num_asked` nodes at once.
+        Costs one round trip to the controller, and mostly one more to some nodes at once.
 
         Args:
-            token_ids, layers, mm_spans: as for `retrieve`.
-            num_asked: nodes that are asked, of those with the most first, for how much all of `layers` are there and
-                KV is present, on that very node; None for all. What is said of the others, the controller knows: chunks
-                that are there, if only in some layers, or without KV.
+            prompt: token ids, or the keys that `chunk_keys` made of them.
+            layers, mm_spans: as for `retrieve`.
+            nodes: which nodes to consider, by their ids; None for all.
+            num_asked: nodes that are asked at once, those first that have the most as far as the controller knows, for
+                how much all of `layers` are there and KV is present, on that very node; again, as long as one that was
+                not asked may have more than the best that was. None asks all at once, 0 none. What is said of nodes
+                that were not asked is what the controller knows: chunks that are there, if only in some layers, or
+                without KV.
             timeout_s: in which all has to be done; None for the service's ``rpc_timeout_s``.
 
         Returns:
@@ -287,7 +292,7 @@ class HiddenStateCache(_Client):
         Raises:
             InvalidInputError: an argument is wrong.
         """
-        return self._router.run(self._session.locate(token_ids, layers, mm_spans, num_asked, timeout_s))
+        return self._router.run(self._session.locate(prompt, layers, mm_spans, nodes, num_asked, timeout_s))
 
     def retrieve_ref(
         self, token_ids: TokenIds, layers: int | Sequence[int], *, mm_spans: Sequence[MMSpan] = ()
@@ -430,15 +435,16 @@ class AsyncHiddenStateCache(_Client):
 
     async def locate(
         self,
-        token_ids: TokenIds,
+        prompt: TokenIds | ChunkKeys,
         layers: int | Sequence[int],
         *,
         mm_spans: Sequence[MMSpan] = (),
+        nodes: Collection[str] | None = None,
         num_asked: int | None = 4,
         timeout_s: float | None = None,
     ) -> dict[str, int]:
         """See `HiddenStateCache.locate`."""
-        return await self._router.arun(self._session.locate(token_ids, layers, mm_spans, num_asked, timeout_s))
+        return await self._router.arun(self._session.locate(prompt, layers, mm_spans, nodes, num_asked, timeout_s))
 
     async def retrieve_ref(
         self, token_ids: TokenIds, layers: int | Sequence[int], *, mm_spans: Sequence[MMSpan] = ()

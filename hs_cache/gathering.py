@@ -1,6 +1,6 @@
 """Rows that other nodes have: who is asked for which chunks, what they answer, and their rows, as pieces in order."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -229,14 +229,17 @@ class Gatherer:
             asked |= set(nodes)
         return explained
 
-    def holders(self, ask: Ask, num_asked: int | None, budget: Budget) -> Steps[dict[str, int]]:
+    def holders(
+        self, ask: Ask, nodes: Collection[str] | None, num_asked: int | None, budget: Budget
+    ) -> Steps[dict[str, int]]:
         """How many tokens of a prefix each node has, those with the most first.
 
         Trouble is reported, and whoever is in it left out.
 
         Args:
-            num_asked: so many nodes, of those with the most, are asked what of it is usable; None for all. Of the
-                others it is what the directory knows.
+            nodes: of which nodes; None for all.
+            num_asked: so many nodes at once, of those with the most, are asked what of it is usable; None for all. Of
+                the others it is what the directory knows, which is not more than the best of those who were asked has.
         """
         suspects, fair = self._suspects.names(), budget.is_fresh
         if DIRECTORY in suspects:
@@ -250,24 +253,39 @@ class Gatherer:
             self._troubles.report(error, DIRECTORY)
             return {}
         self._troubles.recovered(DIRECTORY)
-        held = {node_id: count for node_id, count in named.items() if node_id not in suspects}
-        asked = sorted(held, key=lambda node_id: -held[node_id])[:num_asked]
+        claimed = {
+            node_id: count
+            for node_id, count in sorted(named.items(), key=lambda item: -item[1])
+            if node_id not in suspects and (nodes is None or node_id in nodes)
+        }
+        usable: dict[str, int] = {}
+        while num_asked != 0 and not (usable and budget.is_spent):
+            best = max(usable.values(), default=0)
+            asked = [node_id for node_id, count in claimed.items() if count > best and node_id not in usable]
+            if not asked:
+                break
+            usable |= yield from self._usable_on(asked[:num_asked], ask, budget)
+        found = {node_id: ask.keys.tokens_before(count) for node_id, count in (claimed | usable).items() if count}
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    def _usable_on(self, nodes: Sequence[str], ask: Ask, budget: Budget) -> Steps[dict[str, int]]:
+        """How many chunks of a prefix each of the nodes has with all layers and with KV; all are asked at once."""
         request = ExplainRequest(ask.keys.blob, ask.keys.num_tokens, ask.layers, budget.left_s, ask.keys.kv)
         fair = budget.is_fresh
         begun: list[Any] = []
-        for node_id in asked:
+        for node_id in nodes:
             try:
                 peer = yield Find(node_id, budget.left_s)
                 begun.append((yield Begin(peer, "explain", (request,), 1)))
             except ServiceError as error:
                 begun.append(without_frames(error))
-        for node_id, ref in zip(asked, begun, strict=True):
-            held[node_id] = yield from self._usable_on(node_id, ref, fair, budget)
-        found = {node_id: ask.keys.tokens_before(count) for node_id, count in held.items() if count}
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+        usable = {}
+        for node_id, ref in zip(nodes, begun, strict=True):
+            usable[node_id] = yield from self._usable_behind(node_id, ref, fair, budget)
+        return usable
 
-    def _usable_on(self, node_id: str, ref: Any, fair: bool, budget: Budget) -> Steps[int]:
-        """Chunks of a prefix that a node has with all layers and with KV, as it says in the reply behind `ref`."""
+    def _usable_behind(self, node_id: str, ref: Any, fair: bool, budget: Budget) -> Steps[int]:
+        """As many as that node says in the reply behind `ref`; none, if there is no reply."""
         error = ref if isinstance(ref, ServiceError) else None
         if error is None:
             try:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from hs_cache.errors import (
     InvalidInputError,
 )
 from hs_cache.gathering import Gathered, HeldPieces, Share
-from hs_cache.keys import MMSpan
+from hs_cache.keys import ChunkKeys, MMSpan
 from hs_cache.messages import (
     UNREACHABLE,
     ExplainReply,
@@ -151,17 +151,29 @@ class Reader(Connection):
         return reports
 
     def locate(
-        self, token_ids: Any, layers: Any, mm_spans: Sequence[MMSpan], num_asked: Any, timeout_s: Any
+        self, prompt: Any, layers: Any, mm_spans: Sequence[MMSpan], nodes: Any, num_asked: Any, timeout_s: Any
     ) -> Steps[dict[str, int]]:
         """See `hs_cache.HiddenStateCache.locate`."""
         self._check_usable()
-        ask = check_ask(self.chunk_keys(token_ids, mm_spans), len(token_ids), layers, 0, None)
+        if isinstance(prompt, ChunkKeys):
+            if mm_spans:
+                raise InvalidInputError("mm_spans: got spans along with keys, expected them along with token ids only")
+            if prompt.chunk_size != (size := self.config.chunk_size):
+                raise InvalidInputError(
+                    f"prompt: got keys of chunks of {prompt.chunk_size}, expected the service's {size}"
+                )
+            keys = prompt
+        else:
+            keys = self.chunk_keys(prompt, mm_spans)
+        ask = check_ask(keys, keys.num_tokens, layers, 0, None)
+        if nodes is not None and (isinstance(nodes, str) or not isinstance(nodes, Collection)):
+            raise InvalidInputError(f"nodes: got {type(nodes).__name__}, expected a collection of node ids, or None")
         if num_asked is not None and check_index("num_asked", num_asked) < 0:
             raise InvalidInputError(f"num_asked: got {num_asked}, expected 0 or more, or None for all")
         timeout_s = None if timeout_s is None else check_seconds("timeout_s", timeout_s)
         if not ask.keys:
             return {}
-        return (yield from surfaced(self._gatherer.holders(ask, num_asked, self._budget(timeout_s))))
+        return (yield from surfaced(self._gatherer.holders(ask, nodes, num_asked, self._budget(timeout_s))))
 
     def resolve(self, ask: Ask, pieces: Sequence[Piece], timeout_s: float | None) -> Steps[PrefixHit]:
         """The rows behind the refs of `retrieve_pieces`; where these are lost, whatever can be found by keys."""

@@ -475,9 +475,9 @@ class DirectCache:
         return [report.reason for report in self.run(self.session.explain(token_ids, layers, mm_spans))]
 
     def locate(
-        self, token_ids: Any, layers: Any = 0, *, num_asked: Any = None, timeout_s: Any = None
+        self, prompt: Any, layers: Any = 0, *, nodes: Any = None, num_asked: Any = None, timeout_s: Any = None
     ) -> dict[str, int]:
-        return self.run(self.session.locate(token_ids, layers, (), num_asked, timeout_s))
+        return self.run(self.session.locate(prompt, layers, (), nodes, num_asked, timeout_s))
 
     def report(self, method: str, what: Any) -> bool:
         return self.run(self.session.report(method, what))

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from hs_cache.errors import InvalidInputError, ServiceError
+from hs_cache.keys import ChunkKeys
 from hs_cache.results import ChunkReport, Coverage
 from tests.builders import CHUNK_SIZE, SLOT_BYTES, make_tokens
 from tests.direct import (
@@ -373,7 +374,24 @@ def test_only_the_best_are_asked() -> None:
     assert list(cache.locate(TOKENS, [0, 1], num_asked=0).items()) == [(three, 24), (two, 16), (one, 4)]
     assert cache.effects == ["Find", "holders"]
     assert list(cache.locate(TOKENS, [0, 1], num_asked=1).items()) == [(two, 16), (three, 8), (one, 4)]
+    assert cache.effects.count("explain") == 2, "the third had less than it seemed, and the second may have more"
+    assert list(cache.locate(TOKENS, num_asked=1).items()) == [(three, 24), (two, 16), (one, 4)]
     assert cache.effects.count("explain") == 1
+    assert list(cache.locate(TOKENS, [0, 1], nodes={three, one, "gone"}, num_asked=1)) == [three, one]
+    assert cache.effects.count("explain") == 1
+    assert cache.locate(TOKENS, nodes=[]) == {}
+
+
+def test_keys_stand_for_the_prompt() -> None:
+    nodes = overlapping()
+    cache = DirectCache(nodes[0])
+    keys = cache.session.chunk_keys(TOKENS, ())
+    assert cache.locate(keys) == cache.locate(TOKENS) != {}
+    assert cache.locate(DirectCache(nodes[0], cache_salt="another").session.chunk_keys(TOKENS, ())) == {}
+    with pytest.raises(InvalidInputError, match="prompt: got keys of chunks of 8, expected the service's 4"):
+        cache.locate(ChunkKeys(keys.blob, 48, 8))
+    with pytest.raises(InvalidInputError, match="mm_spans: got spans along with keys"):
+        cache.run(cache.session.locate(keys, 0, [(0, 1, b"x")], None, None, None))
 
 
 def test_rows_without_kv_on_that_node_do_not_count() -> None:
@@ -416,6 +434,7 @@ BAD: dict[str, tuple[Callable[[DirectCache], Any], str]] = {
     "located tokens": (lambda cache: cache.locate("ab"), "token_ids: got str"),
     "num_asked": (lambda cache: cache.locate(TOKENS, num_asked=-1), "num_asked: got -1, expected 0 or more"),
     "num_asked, no int": (lambda cache: cache.locate(TOKENS, num_asked=1.0), "num_asked: got 1.0, expected an int"),
+    "nodes": (lambda cache: cache.locate(TOKENS, nodes="abc"), "nodes: got str, expected a collection"),
     "timeout_s": (lambda cache: cache.locate(TOKENS, timeout_s=-1), "timeout_s: got -1"),
     "explained tokens": (lambda cache: cache.explain(5.0), "token_ids: got float"),
 }
