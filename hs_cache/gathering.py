@@ -124,6 +124,7 @@ class Gatherer:
     def __init__(self, troubles: Troubles, suspects: Suspects) -> None:
         self._troubles = troubles
         self._suspects = suspects
+        self._unheard = Suspects()  # who didn't answer `holders`, whose callers may have little patience
 
     def ask(self, ask: Ask, shares: Sequence[Share], budget: Budget, before: Piece | None = None) -> Steps[Gathered]:
         """Ask all nodes at once for their shares; what they have, up to the first that falls short.
@@ -241,7 +242,7 @@ class Gatherer:
             num_asked: so many nodes at once, of those with the most, are asked what of it is usable; None for all. Of
                 the others it is what the directory knows, which is not more than the best of those who were asked has.
         """
-        suspects, fair = self._suspects.names(), budget.is_fresh
+        suspects, fair = self._suspects.names() | self._unheard.names(), budget.is_fresh
         if DIRECTORY in suspects:
             return {}
         try:
@@ -249,7 +250,7 @@ class Gatherer:
             named: Mapping[str, int] = yield Call(controller, "holders", (ask.keys.blob,), budget.left_s)
         except ServiceError as error:
             if fair and isinstance(error, ServiceTimeoutError):
-                self._suspects.add(DIRECTORY)
+                self._unheard.add(DIRECTORY)
             self._troubles.report(error, DIRECTORY)
             return {}
         self._troubles.recovered(DIRECTORY)
@@ -296,7 +297,7 @@ class Gatherer:
                 self._troubles.recovered(_node(node_id))
                 return next((i for i, reason in enumerate(reply.reasons) if reason != OK), len(reply.reasons))
         if fair or not isinstance(error, ServiceTimeoutError):
-            self._suspects.add(node_id)
+            self._unheard.add(node_id)
         self._troubles.report(error, _node(node_id))
         return 0
 

@@ -152,7 +152,7 @@ class ReserveRequest:
 
     With `keep`, what is committed replaces chunks of the same keys, and is held under `hold_id` until it is dropped,
     the id is released or the client is gone; then it goes. For clients without the pool, it only replaces. Theirs is
-    the id too: nothing becomes visible of what is released before.
+    the id too: nothing becomes visible of what is released before. Without `evict`, only free room is used.
     """
 
     incarnation: bytes
@@ -169,6 +169,7 @@ class ReserveRequest:
     releases: tuple[int, ...] = ()
     keep: bool = False
     revision: ModelRevision | None = None
+    evict: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ class Reservation:
         headless: whether the head of the prefix may be on another node.
         replace: whether what is written replaces what is there.
         keep: whether what is written stays held when it is committed.
+        evict: whether chunks may go for it.
         caller: under which id a client asked for it, where it isn't the one who holds it.
         retired: whether its key space was retired meanwhile, so that nothing of it becomes visible.
     """
@@ -41,6 +42,7 @@ class Reservation:
     headless: bool
     replace: bool = False
     keep: bool = False
+    evict: bool = True
     caller: tuple[bytes, int] | None = None
     present: dict[int, Chunk] = field(default_factory=dict)
     writes: dict[int, dict[int, Extent]] = field(default_factory=dict)
@@ -103,8 +105,12 @@ class _Placement:
         return len(self._wanted) - count, self._settle_victims()
 
     def _is_reachable(self) -> bool:
-        """Whether some layer could be served up to `first_chunk`, so that what follows there is worth an eviction."""
+        """Whether some layer could be served up to `first_chunk`, so that what follows there is worth an eviction, if
+        there may be one.
+        """
         held = self._held
+        if not held.evict:
+            return False
         if held.headless:
             return True
         head = [held.present.get(position) for position in range(held.first_chunk)]

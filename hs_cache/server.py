@@ -493,6 +493,7 @@ class CacheServer:
                 kv_local=request.kv_local,
                 replace=request.keep,
                 keep=keep,
+                evict=request.evict,
                 caller=caller,
             )
         if request.kv_local and (names := self._kv_names(named)) is not None:

@@ -156,6 +156,7 @@ class HiddenStateStore:
         kv_local: bool,
         replace: bool = False,
         keep: bool = False,
+        evict: bool = True,
         caller: HoldId | None = None,
     ) -> Reserved:
         """Find room for the layers of chunks ``first_chunk ..`` that aren't there yet, and hold the chunks that are.
@@ -163,7 +164,7 @@ class HiddenStateStore:
         Evicts as little as makes room, the coldest first, never a chunk of this prefix that the store keeps; what
         doesn't fit is refused from the tail, and nothing is evicted for it. When the head before `first_chunk` has a
         hole in every layer of `specs`, and no other node could have it, the rows could not be served yet, so only free
-        room is used.
+        room is used; so it is without `evict`.
 
         With `replace`, chunks ``first_chunk ..`` are written whatever there is of them, and the commit puts them in the
         place of that, in one step. Where there is no room for all of them beside what they replace, that is dropped at
@@ -194,6 +195,7 @@ class HiddenStateStore:
                 headless=not self._alone,
                 replace=replace or keep,
                 keep=keep,
+                evict=evict,
                 caller=caller,
             )
             self._holds[hold] = held

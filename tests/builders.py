@@ -55,6 +55,7 @@ def reserve(
     first_chunk: int = 0,
     kv_local: bool = True,
     salt: str = "",
+    evict: bool = True,
 ) -> Reserved:
     """Reserve room for a prompt, by default of layer 0."""
     return store.reserve(
@@ -65,6 +66,7 @@ def reserve(
         first_chunk=first_chunk,
         specs=specs or (make_spec(),),
         kv_local=kv_local,
+        evict=evict,
     )
 
 

@@ -425,6 +425,21 @@ def test_who_does_not_answer_is_left_out() -> None:
             DirectCache(nodes[0], strict=True).locate(TOKENS)
 
 
+def test_little_patience_here_costs_nothing_elsewhere() -> None:
+    nodes = make_nodes()
+    spread(nodes, 0)
+    cache = DirectCache(nodes[0])
+    cache.faults = {1: lost_call}
+    assert cache.locate(TOKENS, timeout_s=0) == {}
+    assert cache.locate(TOKENS) == {}, "who didn't answer is left alone for a while"
+    assert cache.effects == []
+    assert cache.retrieve(TOKENS).num_tokens == 24
+    cache = DirectCache(nodes[0])
+    cache.faults = {3: lost_call}
+    assert cache.locate(TOKENS, timeout_s=0.001) == {}
+    assert cache.retrieve(TOKENS).num_tokens == 24
+
+
 BAD: dict[str, tuple[Callable[[DirectCache], Any], str]] = {
     "hold": (lambda cache: cache.plan(TOKENS, hold=1), "hold: got 1, expected True or False"),
     "layers": (lambda cache: cache.plan(TOKENS, []), "layers: got none"),

@@ -285,6 +285,21 @@ def test_nothing_is_evicted_for_what_fits_by_bytes_but_in_no_hole() -> None:
     store.check()
 
 
+@pytest.mark.parametrize("evict", [False, True])
+def test_who_asks_for_free_room_only_gets_no_more_than_the_holes_have(evict: bool) -> None:
+    store = make_store(8)
+    prompts = "abcdefgh"
+    for prompt in prompts:
+        put(store, prompt)
+    for prompt in prompts[::2]:
+        store.drop(make_keys(prompt)[0])
+    assert reserve(store, (OWNER, 1), "x", make_spec(1, slots=2), evict=evict).refused == (not evict)
+    assert store.stats().num_chunks == (3 if evict else 4)
+    assert reserve(store, (OWNER, 2), "y", evict=False).refused == 0
+    assert store.stats().evicted_chunks_total == int(evict)
+    store.check()
+
+
 def test_a_long_tail_that_no_hole_takes_is_refused_and_the_head_is_placed() -> None:
     store = make_store(16)
     for prompt in "abcdefghijklmnop":

@@ -41,6 +41,7 @@ PROMPTS = st.sampled_from(
 )
 LAYERS = st.sampled_from([(0,), (1,), (0, 1), (1, 0)])
 WAYS = st.sampled_from(["first wins"] * 4 + ["replace", "keep", "keep"])
+EVICT = st.sampled_from([True, True, True, False])
 SKIPPED = st.sampled_from([0, 0, 0, 1, 2])
 OWNERS = st.sampled_from([b"x", b"y", b"z"])
 SPACES = {letter: make_space(salt=letter).fingerprint for letter in "ax"}
@@ -111,9 +112,25 @@ class StoreMachine(RuleBasedStateMachine):
     def held_keys(self) -> set[bytes]:
         return set().union(*self.held.values())
 
-    @rule(target=holds, owner=OWNERS, tokens=PROMPTS, layers=LAYERS, skip=SKIPPED, way=WAYS, sent=st.booleans())
+    @rule(
+        target=holds,
+        owner=OWNERS,
+        tokens=PROMPTS,
+        layers=LAYERS,
+        skip=SKIPPED,
+        way=WAYS,
+        sent=st.booleans(),
+        evict=EVICT,
+    )
     def reserve(
-        self, owner: bytes, tokens: tuple[int, ...], layers: tuple[int, ...], skip: int, way: str, sent: bool
+        self,
+        owner: bytes,
+        tokens: tuple[int, ...],
+        layers: tuple[int, ...],
+        skip: int,
+        way: str,
+        sent: bool,
+        evict: bool,
     ) -> HoldId:
         caller = self.new_hold(owner) if sent else None
         hold, keys = self.new_hold(b"node" if sent else owner), self.keys_of(tokens)
@@ -130,6 +147,7 @@ class StoreMachine(RuleBasedStateMachine):
             kv_local=True,
             replace=way == "replace",
             keep=way == "keep",
+            evict=evict,
             caller=caller,
         )
         after = self.there()
@@ -164,6 +182,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert not evicted & set(keys[:kept]), "a store does not evict the prefix that it is storing"
         servable = any(all((key, layer) in before for key in keys[:first_chunk]) for layer in layers)
         servable |= not self.alone  # the head may be on another node
+        assert evict or not evicted, "nothing is evicted for who asks for free room only"
         assert not evicted or (placed and servable), "nothing is evicted for rows that are refused or behind a hole"
         used = keys[:first_chunk] if anew else keys
         self.held[hold] = {key for key in used if (key, 0) in after or (key, 1) in after}
@@ -226,7 +245,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(tokens=PROMPTS, layers=LAYERS)
     def store_at_once(self, tokens: tuple[int, ...], layers: tuple[int, ...]) -> None:
-        hold = self.reserve(b"x", tokens, layers, 0, "first wins", False)
+        hold = self.reserve(b"x", tokens, layers, 0, "first wins", False, True)
         self.commit(hold)
 
     @rule(target=holds, owner=OWNERS, tokens=PROMPTS, layers=LAYERS, skip=SKIPPED, hinted=st.booleans())
