@@ -14,7 +14,6 @@ from hs_cache.config import CacheConfig
 from hs_cache.effects import Budget, Call, Find, Pause, Peer, Steps
 from hs_cache.errors import (
     CacheClosedError,
-    ConfigMismatchError,
     InvalidInputError,
     ServiceError,
     ServiceNotRunningError,
@@ -300,9 +299,9 @@ class Connection:
 
     def _take_config(self, config: CacheConfig) -> None:
         if self._config is not None and self._config.chunk_size != config.chunk_size:
-            raise ConfigMismatchError(
-                f"chunk_size: the service now has {config.chunk_size}, this client has {self._config.chunk_size}; "
-                "connect again"
+            raise ServiceError(
+                f"chunk_size: the service, which was started anew, has {config.chunk_size}, this client has "
+                f"{self._config.chunk_size}; connect again"
             )
         self._config = config
         if self._revision is not None:

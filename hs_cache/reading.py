@@ -14,7 +14,6 @@ from hs_cache.attachment import Link
 from hs_cache.connection import FIRST_PAUSE_S, LONGEST_PAUSE_S, Connection
 from hs_cache.effects import Budget, Call, Pause, Steps, Work, after
 from hs_cache.errors import (
-    ConfigMismatchError,
     InvalidInputError,
 )
 from hs_cache.gathering import Gathered, HeldPieces, Share
@@ -182,10 +181,7 @@ class Reader(Connection):
         if lost is not None:
             logger.info("rows behind a ref are lost, they are looked for by their keys: %s", str(lost))
         if not pieces or lost is not None:
-            try:
-                again = yield from self._look_up(ask, timeout_s)
-            except ConfigMismatchError:  # the service has begun anew, with other keys
-                again = PrefixHit()
+            again = yield from self._look_up(ask, timeout_s)
             if not fetched or again.num_tokens > fetched[-1].end:
                 short = lost is not None and again.num_tokens < min(pieces[-1].end, ask.stop)
                 return replace(again, ended_by="unreachable") if short else again

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hs_cache import connection
-from hs_cache.errors import ConfigMismatchError, HiddenStateCacheError, ServiceError, ServiceTimeoutError
+from hs_cache.errors import HiddenStateCacheError, ServiceError, ServiceTimeoutError
 from hs_cache.leases import this_process
 from hs_cache.results import PrefixHit, StoreResult
 from hs_cache.session import Session
@@ -326,14 +326,24 @@ def test_a_client_that_counted_as_gone_attaches_again() -> None:
     assert cache.effects == ["lease", "Locate", "attach", "lease"]
 
 
-def test_a_service_that_came_back_with_another_chunk_size_is_refused() -> None:
+def test_a_service_that_came_back_with_another_chunk_size_counts_as_empty(caplog: pytest.LogCaptureFixture) -> None:
     node = Node()
-    cache = DirectCache(node)
+    cache, strict = DirectCache(node), DirectCache(node, strict=True)
+    cache.put(TOKENS)
     node.config = node.config.model_copy(update={"chunk_size": 8})
     node.restart()
+    node.controller.restart()
+    DirectCache(node).put(TOKENS)
+    node.controller.hear_all()
     for _ in range(2):
-        with pytest.raises(ConfigMismatchError, match="chunk_size: the service now has 8, this client has 4"):
-            cache.put(TOKENS)
+        assert cache.put(TOKENS).failed == 3
+        assert not cache.retrieve(TOKENS)
+        assert not cache.plan(TOKENS)
+        assert set(cache.explain(TOKENS)) == {"unreachable"}
+        assert cache.locate(TOKENS) == {}
+        with pytest.raises(ServiceError, match="chunk_size: the service, which was started anew, has 8, this client"):
+            strict.retrieve(TOKENS)
+    assert len([record for record in caplog.records if "connect again" in record.getMessage()]) == 1
     node.settled()
 
 
