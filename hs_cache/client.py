@@ -16,6 +16,7 @@ from typing import Any
 import ray
 import torch
 
+import hs_cache.tables  # noqa: F401  (notebooks then know how to show what clients give)
 from hs_cache.background import Background
 from hs_cache.config import CacheConfig
 from hs_cache.errors import ConfigMismatchError, ServiceNotRunningError

@@ -1,7 +1,7 @@
 """Values as HTML tables, for notebooks: markup that needs no style sheet, and reads well on light and dark pages.
 
-Nothing in here knows what the values mean; ``_repr_html_`` of what users get back says that. Text is escaped, whoever
-it comes from: names of models and nodes are a user's, and errors may quote anything.
+Nothing in here knows what the values mean; `hs_cache.tables` says that. Text is escaped, whoever it comes
+from: names of models and nodes are a user's, and errors may quote anything.
 """
 
 from collections.abc import Iterable, Sequence

@@ -6,9 +6,9 @@ Keys travel as one ``bytes`` blob (16 bytes a key, head first), never as a list 
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-from hs_cache import html
 from hs_cache.errors import InvalidInputError
 from hs_cache.keys import KEY_BYTES, KVNames
+from hs_cache.shown import Shown
 
 PROTOCOL_VERSION = 2
 """Raised whenever a message changes meaning; actor and client of different versions refuse each other."""
@@ -350,17 +350,9 @@ class StoreStatistics:
     kv_dropped_chunks_total: int
     refused_chunks_total: int
 
-    def parts(self) -> tuple[tuple[str, int, html.Tone], ...]:
-        """The states in which memory is not free, for pictures: (name, bytes, tone)."""
-        return (
-            ("resident", self.resident_bytes, html.Tone.GOOD),
-            ("reserved", self.reserved_bytes, html.Tone.FAIR),
-            ("stranded", self.stranded_bytes, html.Tone.POOR),
-        )
-
 
 @dataclass(frozen=True, slots=True)
-class NodeStatistics:
+class NodeStatistics(Shown):
     """One `HiddenStateActor`: its store, its clients, and what its retrieves met.
 
     `stale_stores_total`: stores refused since their revision wasn't the current one. `pin_reason` says why its pool is
@@ -382,33 +374,3 @@ class NodeStatistics:
     stale_stores_total: int = 0
     revisions: RevisionTable = ()
     pin_reason: str = ""
-
-    def _repr_html_(self) -> str:
-        store, bar = self.store, self.store.parts()
-        locked = "page-locked" if self.pinned else f"pageable: {self.pin_reason}" if self.pin_reason else "pageable"
-        pool: list[tuple[str, html.Cell]] = [
-            ("pool", f"{html.size(store.capacity_bytes)}, {locked}"),
-            ("of it", html.Bar(bar, store.capacity_bytes)),
-            ("resident", html.size(store.resident_bytes)),
-            ("leased to readers", html.size(store.leased_bytes)),
-            ("chunks", store.num_chunks),
-            ("leases, reservations, kept", f"{store.num_leases:,}, {store.num_reservations:,}, {store.num_kept:,}"),
-            ("chunks stored", store.stored_chunks_total),
-            ("evicted", store.evicted_chunks_total),
-            ("dropped, since their KV is gone", store.kv_dropped_chunks_total),
-            ("refused for lack of room", store.refused_chunks_total),
-        ]
-        asked: list[tuple[str, html.Cell]] = [
-            ("retrieves", self.retrieves_total),
-            ("with a hit", html.share(self.hits_total, self.retrieves_total)),
-            ("tokens asked for", self.tokens_asked_total),
-            ("tokens hit", html.share(self.tokens_served_total, self.tokens_asked_total)),
-            ("ended by unknown KV", self.kv_unknown_total),
-            ("stores of stale revisions refused", self.stale_stores_total),
-            ("KV source", self.kv_source),
-            ("client processes", self.num_clients),
-            ("process", f"pid {self.pid}, incarnation {html.short_id(self.incarnation)}"),
-            *((f"revision of {current.model!r}", repr(current.name)) for current in self.revisions),
-        ]
-        name = html.short_id(self.node_id)
-        return html.beside(html.facts(f"Pool of node {name}", pool), html.facts(f"Asked of node {name}", asked))

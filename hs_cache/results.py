@@ -1,49 +1,18 @@
 """What callers get back: small immutable values, which a notebook shows as tables."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import groupby
 from types import TracebackType
 
 import torch
 
-from hs_cache import html
-from hs_cache.messages import (
-    EVICTED,
-    KV_ABSENT,
-    KV_UNKNOWN,
-    LAYER_MISSING,
-    NEVER_STORED,
-    OK,
-    RETIRED,
-    UNREACHABLE,
-    NodeStatistics,
-)
-
-REASONS: Mapping[str, tuple[html.Tone, str]] = {
-    OK: (html.Tone.GOOD, "its rows can be had"),
-    NEVER_STORED: (html.Tone.NONE, "nobody stored it, or so long ago that nobody remembers"),
-    EVICTED: (html.Tone.POOR, "it made room for others, or was dropped"),
-    RETIRED: (html.Tone.POOR, "the model's weights have changed since"),
-    LAYER_MISSING: (html.Tone.FAIR, "it has not all of the layers asked for"),
-    KV_ABSENT: (html.Tone.BAD, "its KV is gone; the next retrieve drops it"),
-    KV_UNKNOWN: (html.Tone.POOR, "nobody vouches for its KV"),
-    UNREACHABLE: (html.Tone.BAD, "nobody who should know answers"),
-}
-"""What is said of chunks, how it is to be taken, and what it means."""
-
-_ENDED_BY = {
-    "": "",
-    "hidden_state": "There, hidden states are missing.",
-    KV_ABSENT: "There, KV is gone.",
-    KV_UNKNOWN: "There, nobody vouches for the KV.",
-    UNREACHABLE: "Who would know of more can't be reached.",
-}
+from hs_cache.messages import NodeStatistics
+from hs_cache.shown import Shown
 
 
 @dataclass(frozen=True, slots=True)
-class StoreResult:
+class StoreResult(Shown):
     """What became of the chunks of one `store`; each chunk whose rows were given counts once.
 
     Attributes:
@@ -67,21 +36,9 @@ class StoreResult:
         """Chunks of which became something."""
         return self.stored + self.present + self.filtered + self.failed
 
-    def _repr_html_(self) -> str:
-        return html.facts(
-            f"{self.num_chunks:,} chunks given",
-            [
-                ("stored", self.stored),
-                ("present already", self.present),
-                ("in no layer that is accepted", self.filtered),
-                ("failed", self.failed),
-                ("tokens of the prefix that can be had now", self.prefix_tokens),
-            ],
-        )
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PrefixHit:
+class PrefixHit(Shown):
     """Rows of the longest usable prefix; falsy on a miss.
 
     ``hit[layer_idx]`` is ``[num_tokens - start, hidden_dim]``. Rows are the caller's own: writing into them never
@@ -107,21 +64,10 @@ class PrefixHit:
         return bool(self.layers)
 
     def __repr__(self) -> str:
-        layers = {layer: f"{list(rows.shape)} {_dtype(rows)}" for layer, rows in self.layers.items()}
+        layers = {layer: f"{list(rows.shape)} {dtype_of(rows)}" for layer, rows in self.layers.items()}
         return (
             f"PrefixHit(num_tokens={self.num_tokens}, start={self.start}, ended_by={self.ended_by!r}, layers={layers})"
         )
-
-    def _repr_html_(self) -> str:
-        rows: list[Sequence[html.Cell]] = [
-            (layer, *given.shape, _dtype(given), str(given.device), html.size(given.nbytes))
-            for layer, given in self.layers.items()
-        ]
-        caption = f"{'Hit' if self else 'Miss'}: {self.num_tokens:,} tokens of the prefix"
-        if self.start:
-            caption += f", rows of those from {self.start:,} on"
-        columns = ("layer_idx", "rows", "hidden_dim", "dtype", "device", "size") if rows else ()
-        return html.table(caption, columns, rows, note=_ended(self.ended_by))
 
     def __getitem__(self, layer_idx: int) -> torch.Tensor:
         return self.layers[layer_idx]
@@ -133,7 +79,7 @@ class PrefixHit:
         return len(self.layers)
 
 
-class Coverage:
+class Coverage(Shown):
     """How far a prefix can be had, and at what cost; falsy where nothing can.
 
     With ``hold=True``, the result of `HiddenStateCache.plan` is also a lease: until `release`, the end of its ``with``
@@ -199,17 +145,6 @@ class Coverage:
             f"nbytes={self.nbytes}, nodes={self.nodes}, ended_by={self.ended_by!r}, holds={self.holds})"
         )
 
-    def _repr_html_(self) -> str:
-        pairs: list[tuple[str, html.Cell]] = [
-            ("usable in every layer", self.num_tokens),
-            ("KV here", self.kv_tokens),
-            *((f"layer {layer} here", tokens) for layer, tokens in self.layer_tokens.items()),
-            ("size", html.size(self.nbytes)),
-            ("on nodes", ", ".join(map(html.short_id, self.nodes)) or "none"),
-            ("held", "yes" if self.holds else "no"),
-        ]
-        return html.facts("Tokens of the prefix", pairs, note=_ended(self.ended_by))
-
 
 @dataclass(frozen=True, slots=True)
 class ChunkReport:
@@ -230,25 +165,14 @@ class ChunkReport:
     node_id: str
 
 
-class Explanation(list[ChunkReport]):
+class Explanation(Shown, list[ChunkReport]):
     """A report per chunk, head first: what `HiddenStateCache.explain` gives. A list that a notebook shows as a table,
     in which chunks of the same kind that follow each other share a row.
     """
 
-    def _repr_html_(self) -> str:
-        rows: list[Sequence[html.Cell]] = []
-        for (reason, node_id), group in groupby(self, lambda report: (report.reason, report.node_id)):
-            same = list(group)
-            tone, meaning = REASONS[reason]
-            tokens = f"{same[0].first_token:,} to {same[-1].first_token + same[-1].num_tokens - 1:,}"
-            rows.append((tokens, len(same), html.Mark(reason, tone), meaning, html.short_id(node_id) or "-"))
-        usable = sum(report.reason == OK for report in self)
-        caption = f"{usable:,} of {len(self):,} chunks can be had"
-        return html.table(caption, ("tokens", "chunks", "reason", "meaning", "node that says so"), rows)
-
 
 @dataclass(frozen=True, slots=True)
-class CacheStatistics:
+class CacheStatistics(Shown):
     """One client's counters, and those of the node it talks to (None while that can't be reached).
 
     Attributes:
@@ -279,32 +203,7 @@ class CacheStatistics:
     stale_stores_total: int
     node: NodeStatistics | None
 
-    def _repr_html_(self) -> str:
-        layers = self.zero_copy_total + self.copied_total
-        client: list[tuple[str, html.Cell]] = [
-            ("retrieves", self.retrieves_total),
-            ("with a hit", html.share(self.hits_total, self.retrieves_total)),
-            ("tokens asked for", self.tokens_asked_total),
-            ("tokens served", html.share(self.tokens_served_total, self.tokens_asked_total)),
-            ("layers without a copy", html.share(self.zero_copy_total, layers)),
-            ("chunks stored", self.stored_chunks_total),
-            ("chunks that failed", self.failed_chunks_total),
-            ("rows of chunks not complete yet", html.size(self.held_bytes)),
-            ("of these given up", self.held_dropped_total),
-            ("calls that missed their deadline", self.timeouts_total),
-            ("calls that failed otherwise", self.unreachable_total),
-            ("stores of a stale revision", self.stale_stores_total),
-        ]
-        mine = html.facts("This client", client)
-        if self.node is None:
-            away = html.Mark("can't be reached", html.Tone.BAD)
-            return html.beside(mine, html.facts("Its node", [("statistics", away)]))
-        return html.beside(mine, self.node._repr_html_())
 
-
-def _ended(ended_by: str) -> str:
-    return _ENDED_BY.get(ended_by, ended_by)
-
-
-def _dtype(rows: torch.Tensor) -> str:
+def dtype_of(rows: torch.Tensor) -> str:
+    """PyTorch's name of a tensor's dtype, as users know it: ``bfloat16``."""
     return str(rows.dtype).removeprefix("torch.")

@@ -20,9 +20,10 @@ from hs_cache.errors import InvalidInputError, ServiceError
 from hs_cache.keys import MMSpan, TokenIds
 from hs_cache.messages import OK, UNREACHABLE, ControllerStatistics, ExplainReply, ExplainRequest, NodeStatistics
 from hs_cache.planning import check_index, check_layers, check_seconds
-from hs_cache.results import REASONS, Coverage
+from hs_cache.results import Coverage
 from hs_cache.router import Router
 from hs_cache.session import Session
+from hs_cache.tables import REASONS, pool_parts
 
 _SLACK_S = 1.0
 
@@ -119,7 +120,7 @@ class PoolHistory:
         for node_id in nodes_in(samples):
             said = [sample.nodes[node_id] for sample in samples if node_id in sample.nodes]
             pools = [stats.store for stats in said if stats is not None]
-            bar = html.Bar(pools[-1].parts(), pools[-1].capacity_bytes)
+            bar = html.Bar(pool_parts(pools[-1]), pools[-1].capacity_bytes)
             size, full = html.size(pools[-1].capacity_bytes), html.size(max(pool.resident_bytes for pool in pools))
             gaps, restarts = len(said) - len(pools), len(restarts_in(samples, node_id))
             rows.append((html.short_id(node_id), len(said), gaps, restarts, size, bar, full))

@@ -15,7 +15,7 @@ from hs_cache.errors import InvalidInputError
 from hs_cache.integrations.notebook import PoolHistory, PoolSample, map_prefix, nodes_in, restarts_in
 from hs_cache.keys import MMSpan, TokenIds
 from hs_cache.messages import OK
-from hs_cache.results import REASONS
+from hs_cache.tables import REASONS, pool_parts
 
 try:
     from matplotlib.axes import Axes
@@ -77,8 +77,8 @@ def _draw_pool(axes: Axes, samples: Sequence[PoolSample], node_id: str) -> None:
     times = [sample.at_s - samples[0].at_s for sample in samples]
     said = [sample.nodes.get(node_id) for sample in samples]
     top = [0.0] * len(said)
-    for position, (name, _, tone) in enumerate(next(stats for stats in said if stats is not None).store.parts()):
-        part = [math.nan if stats is None else stats.store.parts()[position][1] / _MIB for stats in said]
+    for position, (name, _, tone) in enumerate(pool_parts(next(stats.store for stats in said if stats is not None))):
+        part = [math.nan if stats is None else pool_parts(stats.store)[position][1] / _MIB for stats in said]
         bottom, top = top, [below + more for below, more in zip(top, part, strict=True)]
         axes.fill_between(times, bottom, top, color=_COLOURS[tone], linewidth=0, label=name)
     leased = [math.nan if stats is None else stats.store.leased_bytes / _MIB for stats in said]

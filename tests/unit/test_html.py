@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 
 from hs_cache import html, messages
 from hs_cache.messages import ModelRevision, NodeStatistics
-from hs_cache.results import REASONS, CacheStatistics, ChunkReport, Coverage, Explanation, PrefixHit, StoreResult
+from hs_cache.results import CacheStatistics, ChunkReport, Coverage, Explanation, PrefixHit, StoreResult
+from hs_cache.shown import Shown, as_html
+from hs_cache.tables import REASONS
 from tests.builders import make_node_statistics
+from tests.processes import run_python
 
 ALLOWED = {"table", "caption", "thead", "tbody", "tr", "th", "td", "div", "span"}
 NASTY = "<script>alert('x')</script> & \"quotes\" </td></table>"
@@ -244,3 +247,23 @@ def test_a_plan_and_a_store() -> None:
 )
 def test_nothing_is_shown_as_nothing(value: Any) -> None:
     assert page(value).text
+
+
+def test_what_crosses_processes_knows_nothing_of_tables_and_a_client_brings_them() -> None:
+    script = """
+import sys
+import hs_cache.messages, hs_cache.results
+assert not {"html", "hs_cache.html", "hs_cache.tables"} & set(sys.modules)
+hit = hs_cache.results.PrefixHit()
+assert hit._repr_html_() is None, "shown as text"
+import hs_cache.client
+assert "Miss: 0 tokens" in hit._repr_html_()
+"""
+    done = run_python(["-c", script])
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_value_of_a_client_has_a_table() -> None:
+    for kind in (CacheStatistics, Coverage, Explanation, NodeStatistics, PrefixHit, StoreResult):
+        assert issubclass(kind, Shown)
+        assert as_html.dispatch(kind) is not as_html.dispatch(object), kind

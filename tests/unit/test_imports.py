@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 # A module may import those before it, and no others of ours.
 ORDER = [
     "errors",
-    "html",
+    "shown",
     "installation",
     "config",
     "keys",
@@ -50,6 +50,8 @@ ORDER = [
     "server",
     "leases",
     "results",
+    "html",
+    "tables",
     "effects",
     "background",
     "troubles",
@@ -90,6 +92,7 @@ MAY_IMPORT_RAY = {
 }
 WITHOUT_TORCH = [
     "errors",
+    "shown",
     "html",
     "installation",
     "config",

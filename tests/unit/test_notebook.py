@@ -18,7 +18,8 @@ from hs_cache.integrations.notebook import (
     restarts_in,
 )
 from hs_cache.messages import OK
-from hs_cache.results import REASONS, Coverage
+from hs_cache.results import Coverage
+from hs_cache.tables import REASONS
 from tests.builders import make_node_statistics
 from tests.direct import DirectCache, lost_call, make_nodes, refused
 
