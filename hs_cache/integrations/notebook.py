@@ -3,6 +3,7 @@
 `hs_cache.integrations.plots` draws both.
 """
 
+import logging
 import threading
 import time
 import weakref
@@ -25,6 +26,8 @@ from hs_cache.router import Router
 from hs_cache.session import Session
 from hs_cache.tables import REASONS, pool_parts
 
+logger = logging.getLogger(__name__)
+
 _SLACK_S = 1.0
 
 
@@ -45,8 +48,9 @@ class PoolHistory:
     """The statistics of a service's nodes over time, sampled by a thread of its own until `stop`, or the end of its
     ``with`` block, or its own end.
 
-    A node that doesn't answer, and one that is gone, is a gap. A sample waits for no node longer than the service's
-    ``rpc_timeout_s``, and the next one begins `interval_s` after it. Thread-safe.
+    A node that doesn't answer, and one that is gone, is a gap; so is a whole sample that failed otherwise, of which the
+    first in a row is logged. A sample waits for no node longer than the service's ``rpc_timeout_s``, and the next one
+    begins `interval_s` after it. Thread-safe.
 
     Args:
         cache: a client of the service.
@@ -69,6 +73,7 @@ class PoolHistory:
         self._timeout_s = session.config.rpc_timeout_s
         self._lock = threading.Lock()
         self._samples: deque[PoolSample] = deque(maxlen=max_samples)
+        self._failure = ""
         self._stopped = threading.Event()
         self._thread = threading.Thread(
             target=_record, args=(weakref.ref(self), self._stopped, interval_s), name="hs_cache-history", daemon=True
@@ -88,9 +93,18 @@ class PoolHistory:
 
     def sample(self) -> PoolSample:
         """Take a sample now, besides those of the thread. Blocks for it."""
-        taken = PoolSample(time.time(), self._router.run(_statistics(nodes_in(self.samples), self._timeout_s)))
+        at_s, known, failure = time.time(), nodes_in(self.samples), ""
+        said: dict[str, NodeStatistics | None]
+        try:
+            said = self._router.run(_statistics(known, self._timeout_s))
+        except Exception as error:  # whatever it was, the thread goes on: the next sample may be well
+            said, failure = dict.fromkeys(known), f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        taken = PoolSample(at_s, said)
         with self._lock:
             self._samples.append(taken)
+            is_news, self._failure = bool(failure) and not self._failure, failure
+        if is_news:
+            logger.warning("hs_cache: service %r can't be sampled, which counts as a gap: %s", self.service, failure)
         return taken
 
     def stop(self) -> None:
@@ -108,10 +122,10 @@ class PoolHistory:
         self.stop()
 
     def __repr__(self) -> str:
-        samples, state = self.samples, "stopped" if self._stopped.is_set() else "running"
+        samples = self.samples
         return (
-            f"<PoolHistory of service {self.service!r}, {state}: {len(samples)} samples in {_lasted_s(samples):.1f} s, "
-            f"of nodes {nodes_in(samples)}>"
+            f"<PoolHistory of service {self.service!r}, {self._state()}: {len(samples)} samples in "
+            f"{_lasted_s(samples):.1f} s, of nodes {nodes_in(samples)}>"
         )
 
     def _repr_html_(self) -> str:
@@ -125,7 +139,13 @@ class PoolHistory:
             gaps, restarts = len(said) - len(pools), len(restarts_in(samples, node_id))
             rows.append((html.short_id(node_id), len(said), gaps, restarts, size, bar, full))
         columns = ("node", "samples", "without an answer", "restarts", "pool", "at the end", "most resident")
-        return html.table(f"Pools of service {self.service!r} in {_lasted_s(samples):,.1f} s", columns, rows)
+        caption = f"Pools of service {self.service!r} in {_lasted_s(samples):,.1f} s"
+        return html.table(caption, columns, rows, note=f"The sampling is {self._state()}.")
+
+    def _state(self) -> str:
+        # The thread itself is asked: a forked child, for one, has none.
+        state = ("stopping" if self._stopped.is_set() else "running") if self._thread.is_alive() else "stopped"
+        return f"{state}, and the latest sample failed ({self._failure})" if self._failure else state
 
 
 def nodes_in(samples: Iterable[PoolSample]) -> list[str]:
@@ -155,7 +175,7 @@ def _record(recorded: "weakref.ref[PoolHistory]", stopped: threading.Event, inte
     while (history := recorded()) is not None:
         history.sample()
         del history
-        if stopped.wait(interval_s):
+        if stopped.wait(min(interval_s, threading.TIMEOUT_MAX)):
             return
 
 
