@@ -74,4 +74,5 @@ class CacheClosedError(HiddenStateCacheError):
 
 
 class InstallationError(HiddenStateCacheError, ImportError):
-    """This Python, its Ray or its PyTorch is missing or too old; raised when the first name that needs it is used."""
+    """This Python, its Ray or its PyTorch is missing or too old, or an extra is missing; raised when the first name
+    that needs it is used."""

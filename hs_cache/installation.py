@@ -4,6 +4,8 @@ import importlib.metadata
 import importlib.util
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from hs_cache.errors import InstallationError
 
@@ -37,6 +39,23 @@ def require_python(version: "tuple[int, ...]") -> None:
             f"hs_cache needs Python {first[0]}.{first[1]} to {end[0]}.{end[1] - 1}, but this is "
             f"{'.'.join(map(str, version))} ({sys.executable}): run it with another Python, on every node"
         )
+
+
+@contextmanager
+def require_extra(extra: str) -> "Iterator[None]":
+    """Around imports of what only an extra of this package brings along.
+
+    Raises:
+        InstallationError: one of them fails; the message names it, and how to get it.
+    """
+    try:
+        yield
+    except ImportError as error:
+        missing = str(error).strip().splitlines() or [type(error).__name__]
+        raise InstallationError(
+            f"this part of hs_cache needs its extra {extra!r}, and not all of it is in this Python ({missing[0]}): "
+            f"{sys.executable} -m pip install 'hs-cache[{extra}]'"
+        ) from error
 
 
 def _require(package: str, title: str, needed: "tuple[int, int]", requirement: str) -> None:

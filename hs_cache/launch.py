@@ -15,15 +15,22 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import services
-from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
-from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.exceptions import AuthenticationError, RayError
 
 from hs_cache import errors
 from hs_cache.config import CacheConfig
 from hs_cache.errors import InvalidInputError, ServiceError, ServiceTimeoutError
 from hs_cache.router import bounded, require_ray
+
+try:
+    from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
+    from ray._private.services import canonicalize_bootstrap_address
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
+except ImportError:  # they are Ray's own, and another Ray may have them elsewhere
+    CAN_LOOK_FIRST = False
+else:
+    CAN_LOOK_FIRST = True
+"""Whether `join` sees by itself who is at an address. If not, ``ray.init`` has to find out, which takes it minutes."""
 
 START_TIMEOUT_S = 120.0
 _REACH_TIMEOUT_S = 5.0
@@ -52,13 +59,10 @@ def join(address: str | None = None, **options: Any) -> None:
     """
     found = None if address in (None, "auto") else address
     try:
-        if "://" not in (address or ""):
-            found = services.canonicalize_bootstrap_address(address)  # type: ignore[arg-type]
-        if found and "://" not in found:
-            host, _, port = found.rpartition(":")
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_TIMEOUT_S).close()
-            ensure_token_if_auth_enabled(create_token_if_missing=False)  # without one, Ray would end this process
-            bounded(partial(GcsClient, address=found), _ANSWER_TIMEOUT_S)
+        if CAN_LOOK_FIRST and "://" not in (address or ""):
+            found = canonicalize_bootstrap_address(address)  # type: ignore[arg-type]
+            if found:
+                _look_at(found)
         ray.init(address=address, **options)
     except AuthenticationError as error:
         raise ServiceError(
@@ -77,6 +81,13 @@ def join(address: str | None = None, **options: Any) -> None:
             f"no Ray cluster can be joined {where}: {lines[0]} (start one with: ray start --head; one that is gone may "
             "still be named in RAY_ADDRESS or in /tmp/ray/ray_current_cluster)"
         ) from error
+
+
+def _look_at(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_TIMEOUT_S).close()
+    ensure_token_if_auth_enabled(create_token_if_missing=False)  # without one, Ray would end this process
+    bounded(partial(GcsClient, address=address), _ANSWER_TIMEOUT_S)
 
 
 def start(config: Any = None, *, service: str = "default") -> list[str]:

@@ -24,6 +24,7 @@ MESSAGES = {
     "ray": "hs_cache needs Ray … or later, …",
     "torch": "hs_cache needs PyTorch … or later, …",
     "python": "hs_cache needs Python … to …, but this is …",
+    "extra": "this part of hs_cache needs its extra '…', and not all of it is in this Python …",
 }
 
 

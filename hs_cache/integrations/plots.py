@@ -12,16 +12,15 @@ from typing import Any
 from hs_cache import html
 from hs_cache.client import AsyncHiddenStateCache, HiddenStateCache
 from hs_cache.errors import InvalidInputError
+from hs_cache.installation import require_extra
 from hs_cache.integrations.notebook import PoolHistory, PoolSample, map_prefix, nodes_in, restarts_in
 from hs_cache.keys import MMSpan, TokenIds
 from hs_cache.messages import OK
 from hs_cache.tables import REASONS, pool_parts
 
-try:
+with require_extra("notebook"):
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-except ImportError as error:
-    raise ImportError("plots are drawn with matplotlib: pip install 'hs-cache[notebook]'") from error
 
 _MIB = 1 << 20
 _MOST_NODES = 16
