@@ -19,6 +19,7 @@ from ray.exceptions import ActorDiedError
 
 from hs_cache.config import CacheConfig
 from hs_cache.errors import PoolTooLargeError, ServiceError
+from hs_cache.html import short_id
 from hs_cache.keys import KVNames
 from hs_cache.machine import require_headroom
 from hs_cache.messages import (
@@ -132,7 +133,7 @@ class HiddenStateActor:
         node_id = ray.get_runtime_context().get_node_id()
         bound = config.kv_source != "none"
         self._kv = RayKVPresence(partial(find_actor, service, KV, node_id)) if bound else None
-        name = actor_name("hs_cache", service, node_id[:8])
+        name = actor_name("hs_cache", service, short_id(node_id))
         if ray.get_runtime_context().was_current_actor_reconstructed:
             _wait_for_headroom(config.max_hidden_state_cpu_bytes)
         pool = SharedPool(config.max_hidden_state_cpu_bytes, name=name, pin=True)

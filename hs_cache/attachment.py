@@ -26,7 +26,7 @@ class Link:
     """An attachment to one incarnation of one node's actor.
 
     Attributes:
-        mapping: of its pool; None where that can't be opened.
+        mapping: of its pool; None where that can't be opened, for the reason `not_shared`.
         look_again_at: when, in seconds of the monotonic clock, a link without a mapping is to be made anew: a better
             one may be possible then.
     """
@@ -35,6 +35,7 @@ class Link:
     incarnation: bytes
     mapping: PoolMapping | None
     look_again_at: float
+    not_shared: str = ""
 
     @property
     def is_final(self) -> bool:
@@ -117,7 +118,7 @@ class Attachment:
                 reason = str(error)
                 if not process_alive(reply.address.pid, reply.address.start_time):  # it has ended since it answered
                     look_again_at = 0.0
-        link = Link(located, reply.incarnation, mapping, look_again_at)
+        link = Link(located, reply.incarnation, mapping, look_again_at, reason)
         process.releaser.start()
         if mapping is not None:
             assert reply.address is not None

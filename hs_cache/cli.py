@@ -2,6 +2,7 @@
 
 import json
 import logging
+import pkgutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -15,9 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from hs_cache.config import CacheConfig
+from hs_cache.doctor_facts import DoctorReport
 from hs_cache.doctor_report import print_report
-from hs_cache.doctor_run import doctor
 from hs_cache.errors import ConfigError, HiddenStateCacheError, ServiceError
+from hs_cache.html import short_id
 from hs_cache.kv_presence import KVStatistics
 from hs_cache.launch import check_service, join
 from hs_cache.messages import ControllerStatistics, NodeStatistics
@@ -26,7 +28,9 @@ from hs_cache.weights import RevisionBump, bump_revision
 
 _STATUS_TIMEOUT_S = 5.0
 _GIB, _MIB = 1 << 30, 1 << 20
-_ID_CHARS = 12
+_DOCTOR = "hs_cache.doctor_run:doctor"
+"""Looked up when it is asked for: it is a client, and so imports torch, which no other command needs."""
+
 _FILE_COLUMNS = 160
 
 
@@ -130,7 +134,7 @@ def bump(address: str | None, service: str, as_json: bool, model: str, revision:
     if done.changed and not done.previous and not done.chunks:
         click.echo(f"No node had rows of it: is {model!r} what clients call the model?")
     if done.unreached:
-        short = ", ".join(node_id[:_ID_CHARS] for node_id in done.unreached)
+        short = ", ".join(short_id(node_id) for node_id in done.unreached)
         click.echo(f"Not reached, and told within a second or two if they still run: {short}.")
 
 
@@ -151,6 +155,7 @@ def examine(address: str | None, service: str, as_json: bool, timeout_s: float) 
     fails.
     """
     join_quietly(address)
+    doctor: Callable[..., DoctorReport] = pkgutil.resolve_name(_DOCTOR)
     report = doctor(service=service, timeout_s=timeout_s)
     if as_json:
         click.echo(json.dumps({**asdict(report), "ok": report.ok}))
@@ -205,14 +210,14 @@ def _kv_stats_of(service: str, node_id: str) -> KVStatistics | None:
 
 def _kv_line(node_id: str, node: NodeStatistics | None, kv: KVStatistics | None) -> str:
     if kv is None:
-        return f"KV on {node_id[:_ID_CHARS]}: no answer, so nothing that it must vouch for is served."
+        return f"KV on {short_id(node_id)}: no answer, so nothing that it must vouch for is served."
     if node is not None and node.kv_source == "none":
-        return f"KV on {node_id[:_ID_CHARS]}: counts as present."
+        return f"KV on {short_id(node_id)}: counts as present."
     engines = ", ".join(repr(engine) for engine in kv.engines) or "none"
     source = f"{node.kv_source}, " if node is not None else ""
     gaps = f"; something that they said was lost {kv.gaps_total:,} times" if kv.gaps_total else ""
     return (
-        f"KV on {node_id[:_ID_CHARS]}: {source}{kv.present:,} chunks present, {kv.absent:,} absent, {kv.unknown:,} "
+        f"KV on {short_id(node_id)}: {source}{kv.present:,} chunks present, {kv.absent:,} absent, {kv.unknown:,} "
         f"unknown; engines heard of: {engines}{gaps}."
     )
 
@@ -246,12 +251,12 @@ def print_nodes(service: str, nodes: Sequence[tuple[str, NodeStatistics | None]]
         "tokens hit",
     ):
         if name == "node":
-            table.add_column(name, min_width=_ID_CHARS)
+            table.add_column(name, min_width=max((len(short_id(node_id)) for node_id, _ in nodes), default=0))
         else:
             table.add_column(name, justify="right")
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}  # type: ignore[no-untyped-call]
     for node_id, stats in nodes:
-        short = f"{node_id[:_ID_CHARS]} {addresses.get(node_id, '')}".strip()
+        short = f"{short_id(node_id)} {addresses.get(node_id, '')}".strip()
         if stats is None:
             table.add_row(short, "[red]no answer[/red]")
             continue

@@ -1,17 +1,32 @@
 """What `hs_cache.doctor` finds out about a cluster, and what it makes of that: plain frozen values."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from hs_cache.config import CacheConfig
+from hs_cache.html import short_id
 from hs_cache.kv_presence import KVStatistics
 from hs_cache.messages import ControllerStatistics, NodeStatistics, StartProgress
 
 OK, WARNING, FAILED, SKIPPED, INFO = "ok", "warning", "FAILED", "skipped", "info"
 """What a check came to. Only a failed one makes a report not ok."""
 
-_ID_CHARS = 8
+_MOST_NAMED = 3
+
+HERE = "here"
+"""What stands for the process that runs it where a node's id stands for others."""
+
+
+class CanaryState(Enum):
+    """Whether rows were stored on a node to be read from all."""
+
+    NOT_TRIED = "not tried"
+    STORED = "stored"
+    NO_ROOM = "no room"
+    FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,30 +91,58 @@ class DoctorReport:
 
 
 @dataclass(frozen=True, slots=True)
+class ClientSettings:
+    """What the environment of a node says to clients there, compared with what the service runs with.
+
+    Attributes:
+        error: why these settings are none at all.
+        differences: what they ask for that the service doesn't do.
+        refused: whether a client can't connect with them.
+        disabled: whether they turn the cache off.
+    """
+
+    error: str = ""
+    differences: tuple[str, ...] = ()
+    refused: bool = False
+    disabled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkNames:
+    """What a node calls the chunks of some prompts, in hex: its keys, and the names that the KV source knows."""
+
+    keys: Mapping[str, str] = field(default_factory=dict)
+    kv: Mapping[str, str] = field(default_factory=dict)
+
+    def by_prompt(self) -> dict[str, str]:
+        """Both, each under a name of its own."""
+        return {**self.keys, **{f"{prompt}, for KV": name for prompt, name in self.kv.items()}}
+
+
+@dataclass(frozen=True, slots=True)
 class NodeFacts:
     """One node that is alive, as its probe and its actors tell of it.
 
     Attributes:
         trouble: why no probe ran there, or why it could not tell all; ``""`` if it did.
-        look: what `hs_cache.doctor_probe.Probe.look` found, None without a probe.
-        skew_s: how far its clock is ahead of the one of who asks, roughly.
-        client: what `Probe.client_settings` found.
+        look: what `hs_cache.doctor_look.Look.look` found, None if it could not.
+        skew_s: how far its clock is ahead of the one of who asks, roughly; None if it wasn't asked.
+        client: what `hs_cache.doctor_probe.Probe.client_settings` found.
         keys: what `Probe.keys` found, and why it found none.
         headroom: bytes that a process there can have more, and what limits that.
         has_actors: the kinds of the service's actors that are listed for it.
         config, stats, kv: what its actors answer, and why they don't.
-        incarnation: of its pool, when its probe became a client; b"" if it didn't.
         not_shared: why a client there can't map the pool; None where none was tried.
-        canary: ``""`` if rows were stored there, else why not; None where that wasn't tried.
+        canary: whether rows were stored there, and why that failed.
     """
 
     node_id: str
     address: str
     trouble: str = ""
     look: Mapping[str, Any] | None = None
-    skew_s: float = 0.0
-    client: Mapping[str, Any] | None = None
-    keys: Mapping[str, str] | None = None
+    skew_s: float | None = None
+    client: ClientSettings | None = None
+    keys: ChunkNames | None = None
     keys_trouble: str = ""
     headroom: tuple[int, str] | None = None
     has_actors: frozenset[str] = frozenset()
@@ -108,20 +151,20 @@ class NodeFacts:
     stats_trouble: str = ""
     kv: KVStatistics | None = None
     kv_trouble: str = ""
-    incarnation: bytes = b""
     not_shared: str | None = None
-    canary: str | None = None
+    canary: CanaryState = CanaryState.NOT_TRIED
+    canary_trouble: str = ""
 
     @property
     def short(self) -> str:
         """How messages call it."""
-        return short_id(self.node_id, self.address)
+        return named(self.node_id, self.address)
 
 
 @dataclass(frozen=True, slots=True)
 class PathFacts:
     """What one node's probe met at another's actor: seconds of a round trip and of a read, whether its bytes were
-    right, and the trouble there was."""
+    right, and the trouble there was; or that it wasn't tried, since one of the two is at fault, see `at_fault`."""
 
     reader: str
     owner: str
@@ -129,6 +172,7 @@ class PathFacts:
     read_s: float | None = None
     right: bool | None = None
     trouble: str = ""
+    tried: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +185,7 @@ class ClusterFacts:
         running: whether there is a controller of that name.
         config: the controller's settings; None if it doesn't answer, for `controller_trouble`.
         listed: kind of actor → nodes for which one is listed.
-        paths: one per pair of a reader and an owner that were tried.
+        paths: one per pair of a reader and an owner.
         canary_bytes: of rows stored on each node.
         left_over: nodes on which these could not be dropped for certain.
     """
@@ -161,7 +205,47 @@ class ClusterFacts:
     canary_bytes: int = 0
     left_over: tuple[str, ...] = ()
 
+    def title(self, node_id: str) -> str:
+        """How messages call a node, or this process."""
+        if node_id == HERE:
+            return "this process"
+        return next((f"node {node.short}" for node in self.nodes if node.node_id == node_id), node_id)
 
-def short_id(node_id: str, address: str = "") -> str:
+
+def named(node_id: str, address: str) -> str:
     """A node's id as people can read it, and its address."""
-    return f"{node_id[:_ID_CHARS]} ({address})" if address else node_id[:_ID_CHARS]
+    return f"{short_id(node_id)} ({address})" if address else short_id(node_id)
+
+
+def at_fault(paths: Iterable[PathFacts]) -> tuple[frozenset[str], frozenset[str]]:
+    """The nodes whose probe, and those whose actor, is what the trouble of `paths` comes from: as few as explain it.
+
+    Trouble of a single pair may come from either, or from what lies between them, and is nobody's fault yet. Who had
+    trouble with two others is at fault, the one with the most first, and what it explains speaks against nobody else.
+    """
+    left = {(path.reader, path.owner) for path in paths if path.trouble}
+    faults: tuple[set[str], set[str]] = (set(), set())
+    while left:
+        counts = Counter((side, pair[side]) for pair in sorted(left) for side in (1, 0))
+        ((side, node_id), count) = max(counts.items(), key=lambda item: item[1])
+        if count == 1:
+            break
+        faults[side].add(node_id)
+        left = {pair for pair in left if pair[side] != node_id}
+    return frozenset(faults[0]), frozenset(faults[1])
+
+
+def count(number: int, what: str) -> str:
+    """A number of things, ``2 nodes``."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def some(names: list[str]) -> str:
+    """The first few of them, and how many more there are."""
+    rest = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def names(nodes: Iterable[NodeFacts]) -> str:
+    """How messages call nodes, of which there may be many."""
+    return some([node.short for node in nodes])

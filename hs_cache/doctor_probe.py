@@ -1,104 +1,105 @@
-"""What `hs_cache.doctor` runs on every node of a cluster: an actor that looks around there and answers in plain values.
-
-It travels by value and imports nothing of ours before it is asked to, so that it also runs where this package is
-missing, and can say so. What it needs is looked up by name.
-"""
+"""What `hs_cache.doctor` runs on every node that has this package: a client like any other, and what it sees there."""
 
 import hashlib
-import importlib.metadata
-import os
-import pathlib
-import pkgutil
-import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import ray
+import torch
+
+from hs_cache.attachment import Link
+from hs_cache.config import CacheConfig
+from hs_cache.devices import NO_DEVICES, Cut, Moment
+from hs_cache.doctor_facts import ChunkNames, ClientSettings
+from hs_cache.effects import Budget, Call, Steps
+from hs_cache.errors import ConfigError, ServiceError
+from hs_cache.keys import ChunkKeys, KeySpace, TokenDatabase
+from hs_cache.kv_names import kv_naming
+from hs_cache.leases import this_process
+from hs_cache.machine import memory_headroom
+from hs_cache.messages import LayerSpec, NodeStatistics, ReserveRequest, Run
+from hs_cache.results import PrefixHit
+from hs_cache.retrieval import Ask
+from hs_cache.router import HIDDEN_STATES, Router, find_actor
+from hs_cache.rows import Flat
+from hs_cache.session import Session
+
+SHARE_OF_FREE = 4
+"""A canary takes at most one part in so many of what is free, so that nothing has to be evicted for it."""
 
 _PINGS = 20
 _READS = 3
 _MOST_TOKENS = 1 << 20
+_LAYER, _DTYPE = 0, "float8_e4m3fn"  # any dtype of one byte
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """Bytes to be stored on a node and read from others: one token, whose only row is all of them.
+
+    Attributes:
+        key: its chunk key, random.
+        space: the fingerprint of its key space, random too: users have no keys in it. The bytes follow from it.
+    """
+
+    key: bytes
+    space: bytes
+    nbytes: int
+
+    def content(self) -> bytes:
+        """Bytes that no other has, and none of which can be foreseen from the others."""
+        return hashlib.shake_128(self.space).digest(self.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """How a node's probe became a client of its actor: of which pool, as whom, with which id for its canary; and why it
+    can't map the pool (``""`` if it does)."""
+
+    incarnation: bytes
+    client_id: bytes
+    hold_id: int
+    not_shared: str
 
 
 class Probe:
-    """One node's eyes, single-threaded. Every method returns what pickles without this package.
+    """One node's client, single-threaded.
 
     Args:
-        client_id: who it is to the node's actor, 16 random bytes.
+        service: the service's name.
     """
 
-    def __init__(self, client_id: bytes) -> None:
-        self._client_id = client_id
-        self._mapping: Any = None
-        self._node_id = ""
-        self._incarnation = b""
-        self._last_id = 0
+    def __init__(self, service: str) -> None:
+        self._service = service
+        self._router = Router(service)
+        # With a revision of its own, no controller has to say which is current.
+        self._session = Session({"model": "hs_cache.doctor", "model_revision": "none"}, strict=True)
 
-    def now(self) -> float:
-        """This node's clock."""
-        return time.time()
-
-    def look(self) -> dict[str, Any]:
-        """Versions, and the digest of each source file; ``missing`` says why the package can't be had."""
-        found: dict[str, Any] = {
-            "pid": os.getpid(),
-            "python": platform.python_version(),
-            "platform": f"{platform.system()} {platform.machine()}",
-            "ray": ray.__version__,
-            "missing": "",
-        }
-        for package in ("torch", "numpy"):
-            try:
-                found[package] = importlib.metadata.version(package)
-            except importlib.metadata.PackageNotFoundError:
-                found[package] = ""
-        try:
-            package = pkgutil.resolve_name("hs_cache")
-            found["hs_cache"] = package.__version__
-            found["protocol"] = pkgutil.resolve_name("hs_cache.messages:PROTOCOL_VERSION")
-        # Whatever it is: an ImportError, but also what half an installation raises.
-        except Exception as error:
-            found["missing"] = f"{type(error).__name__}: {error}"
-            return found
-        home = pathlib.Path(package.__file__).parent
-        found["location"] = str(home)
-        found["files"] = {
-            path.relative_to(home.parent).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-            for directory in (home, home.parent / "actors")
-            for path in sorted(directory.rglob("*.py"))
-        }
-        return found
-
-    def client_settings(self, settings: dict[str, Any]) -> dict[str, Any]:
+    def client_settings(self, settings: dict[str, Any]) -> ClientSettings:
         """What a client on this node would be told otherwise, by its environment, than a service with these settings
-        runs with: ``differences``, whether it would be ``disabled``, or why its settings are no ``settings`` at all."""
-        config = pkgutil.resolve_name("hs_cache.config:CacheConfig")
-        running = config(**settings)
+        runs with."""
+        running = CacheConfig(**settings)
         try:
-            own = config.load()
-        except pkgutil.resolve_name("hs_cache.errors:ConfigError") as error:
-            return {"error": str(error), "differences": [], "refused": False, "disabled": False}
-        enable = "enable_hidden_state_cache"
-        return {
-            "error": "",
-            "differences": own.differences(running),
-            "refused": own.is_set("chunk_size") and own.chunk_size != running.chunk_size,
-            "disabled": own.is_set(enable) and not getattr(own, enable),
-        }
+            own = CacheConfig.load()
+        except ConfigError as error:
+            return ClientSettings(error=str(error))
+        return ClientSettings(
+            differences=tuple(own.differences(running)),
+            refused=own.is_set("chunk_size") and own.chunk_size != running.chunk_size,
+            disabled=own.is_set("enable_hidden_state_cache") and not own.enable_hidden_state_cache,
+        )
 
-    def keys(self, settings: dict[str, Any]) -> dict[str, str]:
-        """What this node calls the chunks of a few prompts, by what is special about each; in hex."""
-        np = pkgutil.resolve_name("numpy")
-        key_space = pkgutil.resolve_name("hs_cache.keys:KeySpace")
-        database = pkgutil.resolve_name("hs_cache.keys:TokenDatabase")
-        kv_naming = pkgutil.resolve_name("hs_cache.kv_names:kv_naming")
-        config = pkgutil.resolve_name("hs_cache.config:CacheConfig")(**settings)
+    def keys(self, settings: dict[str, Any]) -> ChunkNames:
+        """What this node calls the chunks of a few prompts, by what is special about each."""
+        config = CacheConfig(**settings)
         tokens = [-1, -2, 0, 2**62, *range(40)]
         short = np.array([7, 151_643, 151_655, 9, 2], dtype=np.int32)
         spans = [(3, 9, "audio"), (14, 5, b"\x00\xff"), (20, 2, -(2**70))]
-        prompts: dict[str, tuple[dict[str, str], Any, Any]] = {
+        prompts: dict[str, tuple[dict[str, Any], Any, Any]] = {
             "tokens": ({}, tokens, ()),
             "a NumPy array": ({}, short, ()),
             "spans": ({}, tokens, spans),
@@ -106,148 +107,114 @@ class Probe:
             "a salt": ({"cache_salt": "tenant"}, tokens, ()),
             "a shard": ({"shard": "tp0/2", "model_revision": "r1"}, tokens, ()),
         }
-        models = [event["model"] for event in settings.get("kv_events", ())] or ["doctor"]
-        found: dict[str, str] = {}
+        chunks, kv = dict[str, str](), dict[str, str]()
         for name, (fields, ids, mm_spans) in prompts.items():
-            for model in models:
-                space = key_space(model=model, chunk_size=8, **fields)
+            for model in [event["model"] for event in settings.get("kv_events", ())] or ["doctor"]:
+                space = KeySpace(model=model, chunk_size=8, **fields)
                 naming = kv_naming(config, space)
-                keys = database(space, save_unfull_chunk=True, kv_naming=None).chunk_keys(ids, mm_spans=mm_spans)
-                found[name] = found.get(name, "") + keys.blob.hex()
+                keys = TokenDatabase(space, save_unfull_chunk=True, kv_naming=None).chunk_keys(ids, mm_spans=mm_spans)
+                chunks[name] = chunks.get(name, "") + keys.blob.hex()
                 count = max(2, -(-64 // config.chunk_size)) * config.chunk_size
                 if naming is not None and not fields and count <= _MOST_TOKENS:
-                    space = key_space(model=model, chunk_size=config.chunk_size, **fields)
-                    names = database(space, kv_naming=naming).chunk_keys(range(count), mm_spans=mm_spans)
-                    label = f"{name}, for KV"
-                    found[label] = found.get(label, "") + (names.kv.blob.hex() if names.kv else "")
-        return found
+                    space = KeySpace(model=model, chunk_size=config.chunk_size, **fields)
+                    names = TokenDatabase(space, kv_naming=naming).chunk_keys(range(count), mm_spans=mm_spans)
+                    kv[name] = kv.get(name, "") + (names.kv.blob.hex() if names.kv else "")
+        return ChunkNames(chunks, kv)
 
     def memory(self) -> tuple[int, str]:
         """How many bytes a process of this node can have more, and what limits that."""
-        headroom = pkgutil.resolve_name("hs_cache.machine:memory_headroom")()
+        headroom = memory_headroom()
         return headroom.nbytes, headroom.limit
 
-    def attach(self, service: str, node_id: str, timeout_s: float) -> tuple[bytes, str]:
-        """Become a client of this node's actor: its incarnation, and why its pool isn't shared (``""`` if it is)."""
-        info_class = pkgutil.resolve_name("hs_cache.messages:ClientInfo")
-        start_time = pkgutil.resolve_name("hs_cache.machine:own_start_time")()
-        self._node_id = node_id
-        actor = _actor(service, node_id)
-        info = info_class(self._client_id, os.getpid(), start_time, node_id)
-        reply = ray.get(actor.attach.remote(info), timeout=timeout_s)
-        self._incarnation = reply.incarnation
-        reason: str = reply.reason
-        if reply.address is not None:
-            try:
-                self._mapping = pkgutil.resolve_name("hs_cache.shared_pool:PoolMapping").open(reply.address)
-            except pkgutil.resolve_name("hs_cache.errors:PoolError") as error:
-                reason = str(error)
-        return self._incarnation, reason
+    def attach(self, timeout_s: float) -> Attached:
+        """Become a client of this node's actor."""
 
-    def put(self, service: str, canary: dict[str, Any], timeout_s: float) -> str:
-        """Store a canary on this node, as a client does here: through the pool, or as an argument. ``""``, or why it
-        isn't there.
+        def attached(link: Link, budget: Budget) -> Steps[Attached]:
+            _check_local(link)
+            yield Call(link.located.peer, "has_chunk", (bytes(16),), budget.left_s)
+            process = this_process()
+            return Attached(link.incarnation, process.client_id, process.next_id(), link.not_shared)
+
+        nothing = Attached(b"", b"", 0, "")
+        return self._router.run(self._session.operate(attached, nothing, timeout_s))
+
+    def put(self, canary: Canary, hold_id: int, timeout_s: float) -> bool:
+        """Store a canary on this node; False where there is no room for it, besides what is cached.
 
         It counts as computed elsewhere, so no KV source is told or asked of it. Through the pool it is held for this
         process: it goes when that ends.
         """
-        request = pkgutil.resolve_name("hs_cache.messages:ReserveRequest")(
-            incarnation=self._incarnation,
-            client_id=self._client_id,
-            hold_id=canary["hold_id"],
-            space=canary["space"],
-            keys=canary["key"],
-            num_tokens=1,
-            first_chunk=0,
-            specs=(_spec(canary),),
-            kv_local=False,
-            keep=self._mapping is not None,
-        )
-        actor, content = _actor(service, self._node_id), _content(canary)
-        if self._mapping is None:
-            flat = pkgutil.resolve_name("numpy").frombuffer(content, dtype="uint8")
-            done = ray.get(actor.store_rows.remote(request, flat), timeout=timeout_s)
-        else:
-            reserved = ray.get(actor.reserve.remote(request), timeout=timeout_s)
-            if reserved.refused:
-                return "there is no room for it"
-            (run,) = reserved.runs
-            with self._mapping.write_view() as memory:
-                memory[run.offset : run.offset + len(content)] = content
-            done = ray.get(
-                actor.commit.remote(self._incarnation, self._client_id, canary["hold_id"]), timeout=timeout_s
-            )
-        return "" if done.stored else "there is no room for it"
 
-    def ping(self, service: str, node_id: str, timeout_s: float) -> float:
+        def stored(link: Link, budget: Budget) -> Steps[bool]:
+            _check_local(link)
+            stats: NodeStatistics = yield Call(link.located.peer, "stats", (), budget.left_s)
+            if stats.store.free_bytes < SHARE_OF_FREE * canary.nbytes:
+                return False
+            request = ReserveRequest(
+                incarnation=link.incarnation,
+                client_id=this_process().client_id,
+                hold_id=hold_id,
+                space=canary.space,
+                keys=canary.key,
+                num_tokens=1,
+                first_chunk=0,
+                specs=(LayerSpec(_LAYER, canary.nbytes, _DTYPE),),
+                kv_local=False,
+                keep=True,
+            )
+            done = yield from self._session.write(link, request, _Content(canary), NO_DEVICES, budget)
+            return done.stored == 1
+
+        return self._router.run(self._session.operate(stored, False, timeout_s))
+
+    def ping(self, node_id: str, timeout_s: float) -> float:
         """The median round trip of a call to a node's actor that does next to nothing, in seconds."""
-        actor, took = _actor(service, node_id), []
+        actor, took = find_actor(self._service, HIDDEN_STATES, node_id), []
         for _ in range(_PINGS):
             begin = time.perf_counter()
             ray.get(actor.has_chunk.remote(bytes(16)), timeout=timeout_s)
             took.append(time.perf_counter() - begin)
         return statistics.median(took)
 
-    def read(self, service: str, node_id: str, canary: dict[str, Any], timeout_s: float) -> tuple[bool | None, float]:
-        """Read a node's canary: whether every byte is right, None if it wasn't found, and the median time of a read in
-        seconds."""
-        actor, expected = _actor(service, node_id), _content(canary)
-        buffer = bytearray(b"\1" * canary["nbytes"])  # its memory is there: to fill it is a copy, and no page faults
+    def read(self, node_id: str, canary: Canary, timeout_s: float) -> tuple[bool | None, float]:
+        """Read a node's canary into memory of one's own: whether every byte is right, None if it wasn't found, and the
+        median time of a read in seconds."""
+
+        def rows(link: Link, budget: Budget) -> Steps[PrefixHit]:
+            ask = Ask(ChunkKeys(canary.key, 1, self._session.config.chunk_size), (_LAYER,), 0, 1, counted=False)
+            return (yield from self._session.read(link, ask, budget, node_id))
+
+        expected = torch.frombuffer(bytearray(canary.content()), dtype=torch.uint8)
+        buffer = torch.ones_like(expected)  # its memory is there: to fill it is a copy, and no page faults
         right, took = True, []
         for _ in range(_READS):
             begin = time.perf_counter()
-            if node_id == self._node_id and self._mapping is not None:
-                rows = self._read_shared(actor, canary, buffer, timeout_s)
-            else:
-                rows = self._read_sent(actor, canary, timeout_s)
-            took.append(time.perf_counter() - begin)
-            if rows is None:
+            hit = self._router.run(self._session.operate(rows, PrefixHit(), timeout_s))
+            if not hit:
                 return None, 0.0
-            right = right and bytes(rows) == expected
-            buffer[:] = bytes(len(buffer))
+            buffer.copy_(hit[_LAYER].view(torch.uint8).reshape(-1))
+            took.append(time.perf_counter() - begin)
+            right = right and torch.equal(buffer, expected)
+            buffer.zero_()
         return right, statistics.median(took)
 
-    def _read_shared(self, actor: Any, canary: dict[str, Any], buffer: bytearray, timeout_s: float) -> Any:
-        request = self._lease_request(canary, timeout_s)
-        try:
-            reply = ray.get(actor.lease.remote(request), timeout=timeout_s)
-            if not reply.num_tokens:
-                return None
-            (run,) = reply.runs
-            mapped, start = self._mapping.private_mapping(run.offset, canary["nbytes"])
-            memoryview(buffer)[:] = memoryview(mapped)[start : start + canary["nbytes"]]
-        finally:
-            actor.release.remote(self._incarnation, self._client_id, (request.hold_id,))
-        return buffer
 
-    def _read_sent(self, actor: Any, canary: dict[str, Any], timeout_s: float) -> Any:
-        refs = actor.retrieve_rows.options(num_returns=2).remote(self._lease_request(canary, timeout_s))
-        _, rows = ray.get(list(refs), timeout=timeout_s)
-        return rows
+class _Content:
+    """A canary as rows to be written."""
 
-    def _lease_request(self, canary: dict[str, Any], timeout_s: float) -> Any:
-        self._last_id += 1
-        return pkgutil.resolve_name("hs_cache.messages:LeaseRequest")(
-            incarnation=self._incarnation,
-            client_id=self._client_id,
-            hold_id=canary["hold_id"] + self._last_id,
-            keys=canary["key"],
-            num_tokens=1,
-            layers=(_spec(canary).layer_idx,),
-            timeout_s=timeout_s,
-            counted=False,
-        )
+    def __init__(self, canary: Canary) -> None:
+        self._flat: Flat = np.frombuffer(canary.content(), np.uint8)
+        self.nbytes = canary.nbytes
+
+    def copy_into(self, memory: memoryview, runs: Sequence[Run], moment: Moment, cut: Cut | None) -> None:
+        (run,) = runs
+        np.frombuffer(memory, np.uint8, self.nbytes, run.offset)[:] = self._flat
+
+    def flat(self) -> Flat:
+        return self._flat
 
 
-def _actor(service: str, node_id: str) -> Any:
-    find: Callable[..., Any] = pkgutil.resolve_name("hs_cache.router:find_actor")
-    return find(service, pkgutil.resolve_name("hs_cache.router:HIDDEN_STATES"), node_id)
-
-
-def _spec(canary: dict[str, Any]) -> Any:
-    return pkgutil.resolve_name("hs_cache.messages:LayerSpec")(0, canary["nbytes"], "float8_e4m3fn")  # bytes
-
-
-def _content(canary: dict[str, Any]) -> bytes:
-    """What a canary consists of: bytes that no other has, and none of which can be foreseen from the others."""
-    return hashlib.shake_128(canary["space"]).digest(canary["nbytes"])
+def _check_local(link: Link) -> None:
+    """The actor of the probe's own node may have ended meanwhile; then another node's serves it."""
+    if not link.local:
+        raise ServiceError(f"it is served by node {link.located.peer.node_id}: the actor of its own node is gone")

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hs_cache.doctor_facts import FAILED, INFO, OK, SKIPPED, WARNING, DoctorReport, short_id
+from hs_cache.doctor_facts import FAILED, INFO, OK, SKIPPED, WARNING, DoctorReport, named
 
 _STYLES = {OK: "green", WARNING: "yellow", FAILED: "bold red", SKIPPED: "yellow", INFO: "cyan"}
 _LEVEL_CHARS = max(map(len, _STYLES))
@@ -46,5 +46,5 @@ def _print_matrix(
     for reader, address in report.nodes.items():
         row = values.get(reader, {})
         cells = [shown.format(row[owner]) if owner in row else "-" for owner in owners]
-        table.add_row(Text(f"{numbers[reader]}  {short_id(reader, address)}"), *cells)
+        table.add_row(Text(f"{numbers[reader]}  {named(reader, address)}"), *cells)
     console.print(table)

@@ -1,13 +1,11 @@
 """Examining a cluster and a service on it: from every node, of every node. Changes nothing that stays."""
 
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -15,46 +13,45 @@ import ray
 from ray import cloudpickle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from hs_cache import doctor_probe
+from hs_cache import doctor_look
 from hs_cache.config import CacheConfig
 from hs_cache.doctor_checks import check
-from hs_cache.doctor_facts import ClusterFacts, DoctorReport, NodeFacts, PathFacts
-from hs_cache.doctor_probe import Probe
-from hs_cache.errors import ConfigError, HiddenStateCacheError, InvalidInputError, ServiceError, ServiceNotRunningError
+from hs_cache.doctor_facts import HERE, CanaryState, ClusterFacts, DoctorReport, NodeFacts, PathFacts, at_fault
+from hs_cache.doctor_look import Look
+from hs_cache.doctor_probe import SHARE_OF_FREE, Attached, Canary, Probe
+from hs_cache.errors import ConfigError, HiddenStateCacheError, ServiceError, ServiceNotRunningError
+from hs_cache.keys import KEY_BYTES
 from hs_cache.launch import check_service, join
+from hs_cache.planning import check_seconds
 from hs_cache.router import HIDDEN_STATES, KV, actors_of, bounded, find_actor, find_controller, is_running, translated
 
 T = TypeVar("T")
 
 # A node whose Python lacks this package must be able to load it, and to say so.
-cloudpickle.register_pickle_by_value(doctor_probe)  # type: ignore[no-untyped-call]
+cloudpickle.register_pickle_by_value(doctor_look)  # type: ignore[no-untyped-call]
 
 _CANARY_BYTES, _LEAST_CANARY_BYTES = 8 << 20, 64 << 10
-_SHARE_OF_FREE = 4
-"""A canary takes at most one part in so many of what is free, so that nothing has to be evicted for it."""
-
-_HOLD_ID = 1
 _CALL_SHARE = 1 / 3
 """Of the time that a step may take, for one call that a probe makes on the way."""
 
 _DROP_S = 5.0
-_HERE = "here"
 _ALIGNED = 64
-_DAY_S = 86_400
+_DAY_S = 86_400.0
 
 
 def doctor(*, service: str = "default", address: str | None = None, timeout_s: float = 30.0) -> DoctorReport:
     """Check a cluster and a service on it, from every node: what is installed, what it runs with, who answers whom.
 
-    On each node that is alive a short-lived worker looks around. Where a pool has room for it, a few MiB are stored in
-    a key space of their own, read from every node, compared and dropped; nothing is evicted for them. Blocks for some
-    seconds, and for a few times `timeout_s` where much doesn't answer.
+    On each node that is alive short-lived workers look around. Where four times as much is free in the pool, a few MiB
+    are stored in a key space of their own, read from every node, compared and dropped; so nothing is evicted for them,
+    unless others fill the pool at that very moment. Blocks for some seconds, and for a few times `timeout_s` where much
+    doesn't answer.
 
     Args:
         service: the service's name. One that doesn't run is a failed check; the nodes are looked at all the same.
         address: of the Ray cluster to join, if this process hasn't joined one; None for the one that is named in
             ``RAY_ADDRESS`` or runs on this machine. None is started.
-        timeout_s: how long a node may take for any one step.
+        timeout_s: how long all nodes together may take for any one step, a day at most.
 
     Returns:
         What was found: `DoctorReport.ok`, and one finding per check.
@@ -64,9 +61,7 @@ def doctor(*, service: str = "default", address: str | None = None, timeout_s: f
         ServiceError: the Ray cluster can't be joined, or its control store doesn't answer.
     """
     check_service(service)
-    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
-    if not is_number or not math.isfinite(timeout_s) or not 0 < timeout_s <= _DAY_S:
-        raise InvalidInputError(f"timeout_s: got {timeout_s!r}, expected seconds greater than 0 and at most {_DAY_S}")
+    timeout_s = min(check_seconds("timeout_s", timeout_s), _DAY_S)
     if not ray.is_initialized():
         join(address or "auto", logging_level=logging.ERROR, log_to_driver=False)
     with _Examination(service, timeout_s) as examination:
@@ -93,9 +88,10 @@ class _Examination:
         self._service = service
         self._timeout_s = timeout_s
         self._call_s = timeout_s * _CALL_SHARE
+        self._workers: list[Any] = []
         self._probes: dict[str, Any] = {}
-        self._client_ids: dict[str, bytes] = {}
-        self._canaries: dict[str, dict[str, Any]] = {}
+        self._attached: dict[str, Attached] = {}
+        self._canaries: dict[str, Canary] = {}
         self._owners: dict[str, Any] = {}
         self._nodes: dict[str, NodeFacts] = {}
         self._left_over: tuple[str, ...] = ()
@@ -109,9 +105,9 @@ class _Examination:
         try:
             self._drop()
         finally:
-            for probe in self._probes.values():
+            for worker in self._workers:
                 with suppress(Exception):  # it has ended, or Ray has
-                    ray.kill(probe)
+                    ray.kill(worker)
 
     def facts(self) -> ClusterFacts:
         """Look at everything, step by step."""
@@ -121,19 +117,19 @@ class _Examination:
         for node_id, node in sorted(alive.items()):
             kinds = frozenset(kind for kind, nodes in actors.items() if node_id in nodes)
             self._nodes[node_id] = NodeFacts(node_id, node["NodeManagerAddress"], has_actors=kinds)
-        self._start_probes()
+        looks = {node_id: self._start(Look, node_id) for node_id in self._nodes}
         cluster = self._ask_service(
             ClusterFacts(
                 service=self._service,
                 address=str(ray.get_runtime_context().gcs_address),
-                here=NodeFacts(_HERE, ""),
+                here=NodeFacts(HERE, ""),
                 nodes=(),
                 dead=frozenset(node["NodeID"] for node in listed) - alive.keys(),
                 listed={kind: frozenset(nodes) for kind, nodes in actors.items()},
             )
         )
         self._ask_actors()
-        self._look()
+        self._look(looks)
         here = self._compare(cluster.here, cluster.config)
         self._attach()
         nbytes = self._store()
@@ -157,28 +153,35 @@ class _Examination:
     def _note(self, node_id: str, **facts: Any) -> None:
         self._nodes[node_id] = replace(self._nodes[node_id], **facts)
 
-    def _start_probes(self) -> None:
-        for node_id in self._nodes:
-            place = NodeAffinitySchedulingStrategy(node_id, soft=False)
-            self._client_ids[node_id] = os.urandom(16)
-            self._probes[node_id] = (
-                ray.remote(Probe)
-                .options(num_cpus=0, max_restarts=0, scheduling_strategy=place)
-                .remote(self._client_ids[node_id])
-            )
+    def _start(self, kind: type, node_id: str, *args: Any) -> Any:
+        place = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        worker: Any = ray.remote(kind).options(num_cpus=0, max_restarts=0, scheduling_strategy=place).remote(*args)
+        self._workers.append(worker)
+        return worker
 
-    def _look(self) -> None:
-        refs = {node_id: probe.look.remote() for node_id, probe in self._probes.items()}
-        answers, troubles = self._gather(refs, "starting a worker")
+    def _look(self, looks: Mapping[str, Any]) -> None:
+        answers, troubles = self._gather(
+            {node_id: look.look.remote() for node_id, look in looks.items()}, "starting a worker"
+        )
         for node_id, trouble in troubles.items():
             self._note(node_id, trouble=trouble)
         for node_id, look in answers.items():
             self._note(node_id, look=look)
-        for node_id in answers:
-            begin = time.time()
-            found, _ = self._gather({node_id: self._probes[node_id].now.remote()}, "telling the time")
-            if found:
-                self._note(node_id, skew_s=found[node_id] - (begin + time.time()) / 2)
+            if not look["missing"]:
+                self._probes[node_id] = self._start(Probe, node_id, self._service)
+        self._ask_clocks({node_id: looks[node_id] for node_id in answers})
+
+    def _ask_clocks(self, looks: Mapping[str, Any]) -> None:
+        begin, deadline = time.time(), time.monotonic() + self._timeout_s
+        names = {look.now.remote(): node_id for node_id, look in looks.items()}
+        left = list(names)
+        while left and (left_s := deadline - time.monotonic()) > 0:
+            ready, left = ray.wait(left, timeout=left_s)
+            arrived = time.time()
+            for ref in ready:
+                with suppress(ray.exceptions.RayError):  # it has ended since it looked, and the next step says so
+                    self._note(names[ref], skew_s=ray.get(ref) - (begin + arrived) / 2)
+        _ignore(left)
 
     def _ask_service(self, cluster: ClusterFacts) -> ClusterFacts:
         try:
@@ -202,19 +205,14 @@ class _Examination:
 
     def _ask_actors(self) -> None:
         refs: dict[tuple[str, str], Any] = {}
-        for node_id, node in list(self._nodes.items()):
-            for kind, field in ((HIDDEN_STATES, "stats_trouble"), (KV, "kv_trouble")):
-                if kind not in node.has_actors:
-                    continue
-                try:
-                    actor = self._bounded(partial(find_actor, self._service, kind, node_id))
-                except ServiceError as error:
-                    self._note(node_id, **{field: str(error)})
-                    continue
-                refs[node_id, kind] = actor.stats.remote()
-                if kind == HIDDEN_STATES:
-                    self._owners[node_id] = actor
-                    refs[node_id, "config"] = actor.config.remote()
+        for (node_id, kind), actor in self._bounded(self._find_actors).items():
+            if isinstance(actor, ServiceError):
+                self._note(node_id, **{"kv_trouble" if kind == KV else "stats_trouble": str(actor)})
+                continue
+            refs[node_id, kind] = actor.stats.remote()
+            if kind == HIDDEN_STATES:
+                self._owners[node_id] = actor
+                refs[node_id, "config"] = actor.config.remote()
         answers, troubles = self._gather(refs, "asking it")
         fields = {HIDDEN_STATES: "stats", KV: "kv", "config": "config"}
         for (node_id, kind), answer in answers.items():
@@ -224,13 +222,16 @@ class _Examination:
             if kind != KV:
                 self._owners.pop(node_id, None)
 
-    def _able(self) -> dict[str, Any]:
-        """The probes that can import this package."""
-        return {
-            node_id: self._probes[node_id]
-            for node_id, node in self._nodes.items()
-            if node.look is not None and not node.look["missing"]
-        }
+    def _find_actors(self) -> dict[tuple[str, str], Any]:
+        """Handles of all that are listed, by node and kind; where there is none any more, the error that says so."""
+        found: dict[tuple[str, str], Any] = {}
+        for node_id, node in self._nodes.items():
+            for kind in node.has_actors:
+                try:
+                    found[node_id, kind] = find_actor(self._service, kind, node_id)
+                except ServiceError as error:
+                    found[node_id, kind] = error
+        return found
 
     def _compare(self, here: NodeFacts, config: CacheConfig | None) -> NodeFacts:
         """Have every node say how it would name chunks and set up a client, and this process too, which is returned."""
@@ -239,7 +240,7 @@ class _Examination:
         except ConfigError:  # a service that doesn't run has none, and this process's own are wrong
             settings = CacheConfig().model_dump()
         refs: dict[tuple[str, str], Any] = {}
-        for node_id, probe in self._able().items():
+        for node_id, probe in self._probes.items():
             refs[node_id, "keys"] = probe.keys.remote(settings)
             refs[node_id, "headroom"] = probe.memory.remote()
             if config is not None:
@@ -249,8 +250,10 @@ class _Examination:
             self._note(node_id, **{field: answer})
         for (node_id, field), trouble in troubles.items():
             self._note(node_id, **{"keys_trouble" if field == "keys" else "trouble": trouble})
-        mine = Probe(b"")
-        here = replace(here, look=mine.look(), client=mine.client_settings(settings) if config is not None else None)
+            if field != "keys":  # it did not start, or hangs: nothing more is asked of it
+                self._probes.pop(node_id, None)
+        mine = Probe(self._service)
+        here = replace(here, look=Look().look(), client=mine.client_settings(settings) if config is not None else None)
         try:
             return replace(here, keys=mine.keys(settings))
         except HiddenStateCacheError as error:
@@ -258,78 +261,76 @@ class _Examination:
 
     def _attach(self) -> None:
         refs = {
-            node_id: probe.attach.remote(self._service, node_id, self._call_s)
-            for node_id, probe in self._able().items()
+            node_id: probe.attach.remote(self._call_s)
+            for node_id, probe in self._probes.items()
             if node_id in self._owners
         }
-        answers, troubles = self._gather(refs, "attaching a client")
-        for node_id, (incarnation, reason) in answers.items():
-            self._note(node_id, incarnation=incarnation, not_shared=reason)
+        self._attached, troubles = self._gather(refs, "attaching a client")
+        for node_id, attached in self._attached.items():
+            self._note(node_id, not_shared=attached.not_shared)
         for node_id, trouble in troubles.items():
-            self._note(node_id, canary=trouble)
+            self._note(node_id, canary=CanaryState.FAILED, canary_trouble=trouble)
 
     def _store(self) -> int:
         """Store a canary on every node that has room for one; their size."""
         free = {
-            node_id: node.stats.store.free_bytes // _SHARE_OF_FREE
+            node_id: node.stats.store.free_bytes // SHARE_OF_FREE
             for node_id, node in self._nodes.items()
-            if node.incarnation and node.stats is not None
+            if node_id in self._attached and node.stats is not None
         }
         roomy = {node_id: nbytes for node_id, nbytes in free.items() if nbytes >= _LEAST_CANARY_BYTES}
         for node_id in free.keys() - roomy.keys():
-            self._note(node_id, canary="no room in its pool without evicting what is cached")
+            self._note(node_id, canary=CanaryState.NO_ROOM)
         nbytes = min(_CANARY_BYTES, *roomy.values()) // _ALIGNED * _ALIGNED if roomy else 0
         refs = {}
         for node_id in roomy:
             # Known before it is stored: whatever ends this run, what is there can be dropped.
-            self._canaries[node_id] = {
-                "hold_id": _HOLD_ID,
-                "space": os.urandom(16),
-                "key": os.urandom(16),
-                "nbytes": nbytes,
-            }
-            refs[node_id] = self._probes[node_id].put.remote(self._service, self._canaries[node_id], self._call_s)
+            self._canaries[node_id] = canary = Canary(os.urandom(KEY_BYTES), os.urandom(KEY_BYTES), nbytes)
+            refs[node_id] = self._probes[node_id].put.remote(canary, self._attached[node_id].hold_id, self._call_s)
         answers, troubles = self._gather(refs, "storing rows")
-        for node_id, outcome in {**answers, **troubles}.items():
-            self._note(node_id, canary=f"no room: {outcome}" if outcome and node_id in answers else outcome)
+        for node_id, stored in answers.items():
+            self._note(node_id, canary=CanaryState.STORED if stored else CanaryState.NO_ROOM)
+        for node_id, trouble in troubles.items():
+            self._note(node_id, canary=CanaryState.FAILED, canary_trouble=trouble)
         return nbytes
 
     def _measure(self) -> list[PathFacts]:
         """In rounds: in each, every node reads from one other, and is read by one, so that they don't share a link."""
-        readers = list(self._able())
-        owners = [node_id for node_id in self._owners if node_id in self._nodes]
+        order = sorted({*self._probes, *self._owners})
         found: dict[tuple[str, str], PathFacts] = {}
-        order = sorted({*readers, *owners})
-        out: set[str] = set()
         for shift in range(len(order)):
-            pairs = [(reader, order[(i + shift) % len(order)]) for i, reader in enumerate(order)]
+            readers, owners = at_fault(found.values())
+            pairs = []
+            for i, reader in enumerate(order):
+                owner = order[(i + shift) % len(order)]
+                if reader in self._probes and owner in self._owners:
+                    tried = reader not in readers and owner not in owners
+                    found[reader, owner] = PathFacts(reader, owner, tried=tried)
+                    pairs += [(reader, owner)] if tried else []
+            for (reader, owner), round_trip_s in self._tried("ping", pairs, found).items():
+                found[reader, owner] = replace(found[reader, owner], round_trip_s=round_trip_s)
             pairs = [
                 (reader, owner)
                 for reader, owner in pairs
-                if reader in readers and owner in owners and not {reader, owner} & out
+                if not found[reader, owner].trouble and self._nodes[owner].canary is CanaryState.STORED
             ]
-            for method in ("ping", "read"):
-                pairs = [pair for pair in pairs if method == "ping" or self._nodes[pair[1]].canary == ""]
-                refs = {(reader, owner): self._begin(method, reader, owner) for reader, owner in pairs}
-                answers, troubles = self._gather(refs, "reading" if method == "read" else "calling its actor")
-                for (reader, owner), answer in answers.items():
-                    known = found.get((reader, owner), PathFacts(reader, owner))
-                    if method == "ping":
-                        found[reader, owner] = replace(known, round_trip_s=answer)
-                    elif answer[0] is None:
-                        found[reader, owner] = replace(known, trouble="the rows stored there were not found again")
-                    else:
-                        found[reader, owner] = replace(known, right=answer[0], read_s=answer[1])
-                for (reader, owner), trouble in troubles.items():
-                    known = found.get((reader, owner), PathFacts(reader, owner))
-                    found[reader, owner] = replace(known, trouble=trouble)
-                    out.add(owner)
-                    pairs = [pair for pair in pairs if pair != (reader, owner)]
+            for (reader, owner), (right, read_s) in self._tried("read", pairs, found).items():
+                trouble = "the rows stored there were not found again" if right is None else ""
+                found[reader, owner] = replace(found[reader, owner], right=right, read_s=read_s, trouble=trouble)
         return [found[pair] for pair in sorted(found)]
 
-    def _begin(self, method: str, reader: str, owner: str) -> Any:
-        canary = [self._canaries[owner]] if method == "read" else []
-        return getattr(self._probes[reader], method).remote(self._service, owner, *canary, self._call_s)
+    def _tried(
+        self, method: str, pairs: Iterable[tuple[str, str]], found: dict[tuple[str, str], PathFacts]
+    ) -> dict[tuple[str, str], Any]:
+        """Have each reader call or read its owner; what came of it, while trouble goes into `found`."""
+        refs = {}
+        for reader, owner in pairs:
+            canary = [self._canaries[owner]] if method == "read" else []
+            refs[reader, owner] = getattr(self._probes[reader], method).remote(owner, *canary, self._call_s)
+        answers, troubles = self._gather(refs, "reading" if method == "read" else "calling its actor")
+        for pair, trouble in troubles.items():
+            found[pair] = replace(found[pair], trouble=trouble)
+        return answers
 
     def _drop(self) -> None:
         """Drop the canaries, whether they were stored or still may be; ask the actors themselves, not the probes."""
@@ -337,9 +338,9 @@ class _Examination:
         refs = {}
         for node_id, canary in canaries.items():
             with suppress(Exception):  # Ray has ended: then the probes have too, and what is held for them goes
-                actor, incarnation = self._owners[node_id], self._nodes[node_id].incarnation
-                actor.release.remote(incarnation, self._client_ids[node_id], (canary["hold_id"],))
-                refs[node_id] = actor.drop_key.remote(canary["key"], canary["space"])
+                actor, attached = self._owners[node_id], self._attached[node_id]
+                actor.release.remote(attached.incarnation, attached.client_id, (attached.hold_id,))
+                refs[node_id] = actor.drop_key.remote(canary.key, canary.space)
         answers, _ = self._gather(refs, "dropping rows", _DROP_S)
         self._left_over = tuple(node_id for node_id in canaries if node_id not in answers)
 

@@ -356,7 +356,7 @@ class NodeStatistics(Shown):
     """One `HiddenStateActor`: its store, its clients, and what its retrieves met.
 
     `stale_stores_total`: stores refused since their revision wasn't the current one. `pin_reason` says why its pool is
-    page-locked or isn't.
+    page-locked or isn't; `without_cuda` that it needn't be.
     """
 
     node_id: str
@@ -373,4 +373,5 @@ class NodeStatistics(Shown):
     store: StoreStatistics
     stale_stores_total: int = 0
     revisions: RevisionTable = ()
+    without_cuda: bool = False
     pin_reason: str = ""

@@ -371,6 +371,7 @@ class CacheServer:
                 store=self._store.stats(),
                 stale_stores_total=self._revisions.refused_total,
                 revisions=self._revisions.table(),
+                without_cuda=self._pool.without_cuda,
                 pin_reason=self._pool.pin_reason,
             )
 

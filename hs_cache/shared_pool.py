@@ -62,6 +62,7 @@ class _MappedPool:
         self._margin_bytes = margin_bytes
         self._headroom = headroom
         self._page_lock = PageLock()
+        self._without_cuda = False
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._pin_lock = threading.Lock()  # taken before _lock, and held while the driver works
@@ -79,6 +80,11 @@ class _MappedPool:
     def pin_reason(self) -> str:
         """Why the mapping is page-locked or isn't, in words."""
         return self._page_lock.reason
+
+    @property
+    def without_cuda(self) -> bool:
+        """Whether it isn't page-locked since this process has no CUDA that could make use of it."""
+        return self._without_cuda
 
     @property
     def closed(self) -> bool:
@@ -145,11 +151,10 @@ class _MappedPool:
             yield start - HEADER_BYTES, piece
 
     def _note_no_cuda(self) -> None:
-        reason = "CUDA is not available"
         with self._pin_lock:
-            if self._page_lock.reason != reason:
-                self._page_lock.reason = reason
-                logger.log(self._no_cuda_level, "The pool stays pageable: %s", reason)
+            if not self._without_cuda:
+                self._without_cuda, self._page_lock.reason = True, "CUDA is not available"
+                logger.log(self._no_cuda_level, "The pool stays pageable: %s", self.pin_reason)
 
     def _await_memory(self) -> None:
         """Block until nobody else is busy allocating the pool."""

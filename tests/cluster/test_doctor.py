@@ -19,6 +19,7 @@ import hs_cache
 from actors import deploy, pair
 from hs_cache.config import CacheConfig
 from hs_cache.doctor_facts import FAILED, OK, SKIPPED, WARNING, DoctorReport
+from hs_cache.html import short_id
 from hs_cache.messages import NodeStatistics
 from hs_cache.router import HIDDEN_STATES, KV, actors_of, find_actor, find_controller, nodes_of
 from tests.builders import CHUNK_SIZE
@@ -161,7 +162,7 @@ def test_an_actor_that_is_stopped(kind: str, everywhere: str, nodes: Nodes) -> N
     if kind == "controller":
         assert "does not answer" in found["service"]
     else:
-        assert nodes.one[:8] in found["actors"]
+        assert short_id(nodes.one) in found["actors"]
         assert "does not answer: asking it took more than 10 s" in found["actors"]
     if kind != HIDDEN_STATES:
         assert levels(report, "rows") == {OK}
@@ -193,7 +194,7 @@ def test_a_node_that_stops_is_reported(cluster: Cluster, name: str) -> None:
         with stopped(node.all_processes["raylet"][0].process.pid):
             report = hs_cache.doctor(service=name, timeout_s=PATIENCE_S)
         assert time.monotonic() - begin < LIMIT_S
-    assert node.node_id[:8] in failures(report)["nodes"]
+    assert short_id(node.node_id) in failures(report)["nodes"]
 
 
 def test_interrupted_it_leaves_nothing(name: str, address: str, nodes: Nodes) -> None:
@@ -224,7 +225,7 @@ def test_actors_with_other_settings(name: str, nodes: Nodes) -> None:
         pair._create(CacheConfig(**{**SETTINGS, "kv_source": "none"}), name, nodes.head)
         wait_until(lambda: pid_of(name, HIDDEN_STATES, nodes.head), "the other one is there")
     found = failures(hs_cache.doctor(service=name))
-    assert nodes.head[:8] in found["settings"]
+    assert short_id(nodes.head) in found["settings"]
     assert found["settings"].endswith("kv_source 'none' instead of 'reports'")
 
 
@@ -247,4 +248,4 @@ def test_a_node_without_the_package(address: str, name: str, tmp_path: Path, clu
         deploy.start(CacheConfig(**{**SETTINGS, "node_selector": {"resources": {"CPU": 2}}}), service=name)
         apart = command(name, address, **outside)
         assert apart.returncode == 0, apart.stdout
-        assert f"warning  package: the workers of node {node_id[:8]}" in apart.stdout
+        assert f"warning  package: the workers of node {short_id(node_id)}" in apart.stdout
