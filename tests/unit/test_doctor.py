@@ -3,6 +3,7 @@
 import io
 import json
 import platform
+import threading
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -393,6 +394,55 @@ def test_a_link_that_is_cut_is_told_as_that() -> None:
         "node bbbbbbbbbbbb (10.0.0.2) can't be read from node aaaaaaaaaaaa (10.0.0.1): too late",
         "node aaaaaaaaaaaa (10.0.0.1) can't be read from node bbbbbbbbbbbb (10.0.0.2): too late",
     ]
+
+
+class Scripted(doctor_run._Examination):
+    """An examination in which the pairs `bad` have trouble, and all others answer."""
+
+    def __init__(self, bad: set[tuple[str, str]], nodes: tuple[str, ...]) -> None:
+        super().__init__("default", 1.0)
+        self._bad = bad
+        self._probes = dict.fromkeys(nodes)
+        self._owners = dict.fromkeys(nodes)
+        self._nodes = {node_id: make_node(node_id) for node_id in nodes}
+
+    def _tried(self, method: str, pairs: Any, found: dict[tuple[str, str], PathFacts]) -> dict[tuple[str, str], Any]:
+        for pair in self._bad.intersection(pairs):
+            found[pair] = replace(found[pair], trouble="too late")
+        return {pair: 0.1 if method == "ping" else (True, 0.1) for pair in pairs if pair not in self._bad}
+
+
+def test_a_reader_that_hangs_ends_nothing_but_its_own_reads() -> None:
+    nodes = (A, B, C, "d" * 56)
+    paths = Scripted({(B, owner) for owner in nodes}, nodes)._measure()
+    assert len(paths) == 16
+    assert {(path.reader, path.tried) for path in paths if not path.right} == {(B, True), (B, False)}
+    assert sum(bool(path.trouble) for path in paths) == 2
+    assert at_fault(paths) == ({B}, frozenset())
+
+
+def test_a_link_that_is_cut_keeps_nobody_from_anybody_else() -> None:
+    nodes = (A, B, C, "d" * 56)
+    paths = Scripted({(A, B), (B, A)}, nodes)._measure()
+    assert all(path.tried for path in paths)
+    assert {(path.reader, path.owner) for path in paths if not path.right} == {(A, B), (B, A)}
+
+
+def test_all_actors_together_are_looked_up_in_the_time_of_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    never, asked = threading.Event(), []
+
+    def find_actor(*whom: str) -> None:
+        asked.append(whom)
+        never.wait(60)
+
+    monkeypatch.setattr(doctor_run, "find_actor", find_actor)
+    examination = Scripted(set(), (A, B, C))
+    examination._timeout_s = 0.2
+    with pytest.raises(ServiceError, match="did not answer in time"):
+        examination._ask_actors()
+    assert len(asked) == 1
+    monkeypatch.undo()
+    never.set()
 
 
 def make_report(*findings: Finding) -> DoctorReport:
