@@ -32,12 +32,14 @@ from hs_cache.doctor_facts import (
     at_fault,
 )
 from hs_cache.doctor_look import Look
-from hs_cache.doctor_probe import Probe
+from hs_cache.doctor_probe import Canary, Probe
 from hs_cache.doctor_report import print_report
 from hs_cache.doctor_software import majority
 from hs_cache.errors import InvalidInputError, ServiceError
 from hs_cache.kv_presence import KVStatistics
 from hs_cache.messages import ControllerStatistics, NodeStatistics, StartProgress, StoreStatistics
+from tests.builders import CHUNK_SIZE, SLOT_BYTES, make_tokens
+from tests.direct import Controller, DirectCache, Node, make_rows
 from tests.processes import run_python
 
 A, B, C = "a" * 56, "b" * 56, "c" * 56
@@ -524,6 +526,57 @@ def test_a_probe_says_what_a_client_would_be_told(monkeypatch: pytest.MonkeyPatc
     assert found == ClientSettings(differences=("chunk_size is 4, asked for 8",), refused=True)
     monkeypatch.setenv("HS_CACHE_CHUNK_SISE", "8")
     assert "HS_CACHE_CHUNK_SISE" in probe.client_settings(CONFIG.model_dump()).error
+
+
+def make_probe(node: Node) -> Probe:
+    """The probe of a node, which reaches servers in this process."""
+    probe = Probe("default")
+    probe._router = DirectCache(node)  # type: ignore[assignment]
+    return probe
+
+
+@pytest.mark.parametrize("source", ["reports", "none", "lmcache", "vllm_events"])
+def test_a_canary_is_stored_and_read_everywhere_as_a_client_does_it(source: str) -> None:
+    controller = Controller()
+    events = [{"endpoint": "tcp://127.0.0.1:1", "block_size": CHUNK_SIZE}] if source == "vllm_events" else []
+    one, two = (Node(controller=controller, kv_source=source, kv_events=events) for _ in range(2))
+    probe, other = make_probe(one), make_probe(two)
+    attached, _ = probe.attach(1.0), other.attach(1.0)
+    assert (attached.incarnation, attached.not_shared) == (one.pool.incarnation, "")
+    canary = Canary(b"k" * 16, b"s" * 16, 8 * SLOT_BYTES)
+    controller.unreachable = True  # nobody needs it
+    assert probe.put(canary, attached.hold_id, 1.0)
+    assert "commit" in one.calls, "through the pool"
+    for reader in (probe, other):
+        right, took_s = reader.read(one.name, canary, 1.0)
+        assert right
+        assert took_s > 0
+    assert other.read(two.name, canary, 1.0) == (None, 0.0)
+    assert probe.read(one.name, replace(canary, space=b"x" * 16), 1.0)[0] is False, "other bytes are seen"
+    stats = one.server.stats()
+    assert (stats.retrieves_total, stats.store.num_kept) == (0, 1)
+    one.server.release(attached.incarnation, attached.client_id, (attached.hold_id,))
+    assert one.settled().num_chunks == 0
+
+
+def test_no_canary_is_stored_where_the_pool_has_filled_since_it_was_asked() -> None:
+    node = Node(slots=16)
+    probe = make_probe(node)
+    hold_id = probe.attach(1.0).hold_id
+    tokens = make_tokens("abcdef")
+    cache = DirectCache(node)
+    cache.run(cache.session.store(tokens, {0: make_rows(tokens)}, 0, ()))
+    before = node.server.store.stats()
+    assert not probe.put(Canary(b"k" * 16, b"s" * 16, 4 * SLOT_BYTES), hold_id, 1.0)
+    assert node.server.store.stats() == before
+
+
+def test_a_probe_whose_node_has_lost_its_actor_stores_nothing_elsewhere() -> None:
+    node = Node()
+    probe = Probe("default")
+    probe._router = DirectCache(node, far=True)  # type: ignore[assignment]
+    with pytest.raises(ServiceError, match="the actor of its own node is gone"):
+        probe.attach(1.0)
 
 
 @pytest.mark.parametrize("timeout_s", [-1, "5", True, None, float("nan"), float("inf")])
