@@ -23,13 +23,13 @@ _PROC = Path("/proc")
 _POLL_S = 0.02
 
 
-def wait_until(condition: Callable[[], Any], what: str, *, timeout_s: float = 30.0) -> Any:
+def wait_until(condition: Callable[[], Any], what: str, *, timeout_s: float = 30.0, poll_s: float = _POLL_S) -> Any:
     """Poll until `condition` gives something true, and return that; `AssertionError` after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not (result := condition()):
         if time.monotonic() > deadline:
             raise AssertionError(f"after {timeout_s:.0f} s still not: {what}")
-        time.sleep(_POLL_S)
+        time.sleep(poll_s)
     return result
 
 

@@ -19,6 +19,7 @@ import math
 import sys
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,36 @@ GROUPS_PER_WORKER = 8
 """At least; fewer would leave workers idle at the end, and many more would part what begins alike."""
 
 
+@dataclass(frozen=True)
+class Options:
+    """The command line; `parse` says what each is."""
+
+    prompts: Path
+    output: Path
+    model: str
+    service: str
+    cache_config: str | None
+    num_workers: int | None
+    worker_cpus: float
+    worker_gpus: float
+    limit: int | None
+    reply_tokens: int
+    part_rows: int
+    attempts: int
+    prompt_timeout_s: float
+    start_timeout_s: float
+    no_cache: bool
+    skip_bad_lines: bool
+    retry_errors: bool
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line, check prompts and output, and run what isn't finished yet. Returns the exit code."""
     options = parse(arguments)
     console = Console(soft_wrap=True, highlight=False, markup=False)
     try:
         model = load_model(options.model)
-        options.chunk_size = hs_cache.CacheConfig.load(options.cache_config).chunk_size
+        chunk_size = hs_cache.CacheConfig.load(options.cache_config).chunk_size
         file = read_prompts(options.prompts, skip_bad_lines=options.skip_bad_lines)
         wanted = file.prompts[: options.limit]
         identity = RunIdentity(model.model, model.revision, options.reply_tokens, file.digest)
@@ -62,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"note: {line}")
     with output:
         try:
-            return run(options, model, wanted, output, console)
+            return run(options, model, chunk_size, wanted, output, console)
         except hs_cache.InvalidInputError as error:
             print(f"error: {error}", file=sys.stderr)
             return UNUSABLE
@@ -72,7 +96,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(
-    options: argparse.Namespace, model: type[Model], wanted: Sequence[Prompt], output: Output, console: Console
+    options: Options,
+    model: type[Model],
+    chunk_size: int,
+    wanted: Sequence[Prompt],
+    output: Output,
+    console: Console,
 ) -> int:
     """Answer those of the prompts that aren't finished, and report."""
     left = [prompt for prompt in wanted if prompt.id not in output.done]
@@ -82,25 +111,31 @@ def run(
     progress = Progress(counts, total=len(wanted), before=before, console=console)
     if left:
         with progress:
-            answer_all(options, model, left, output, counts, progress)
+            answer_all(options, model, chunk_size, left, output, counts, progress)
     output.flush()
     report(counts, progress.seconds, output, console)
     return SOME_FAILED if output.num_errors else ALL_ANSWERED
 
 
 def answer_all(
-    options: argparse.Namespace,
+    options: Options,
     model: type[Model],
+    chunk_size: int,
     prompts: Sequence[Prompt],
     output: Output,
     counts: Counts,
     progress: Progress,
 ) -> None:
-    """Run workers until something has become of every prompt."""
+    """Run workers until something has become of every prompt.
+
+    Args:
+        chunk_size: where there is no service, which has its own.
+    """
     clients = [connect(options, model)]  # joins the cluster, or starts Ray on this machine
     num_workers = min(options.num_workers or num_nodes(options), len(prompts))
     clients += [connect(options, model) for _ in range(num_workers - 1)]
-    chunk_size = clients[0].chunk_size if clients[0] is not None else options.chunk_size
+    if clients[0] is not None:
+        chunk_size = clients[0].chunk_size
     most = math.ceil(len(prompts) / (num_workers * GROUPS_PER_WORKER))
     groups = group_prompts(prompts, shared_characters=chunk_size, most=most)
     progress.say(f"{len(prompts)} to answer, in {len(groups)} groups that begin alike, by {num_workers} workers")
@@ -136,7 +171,7 @@ def answer_all(
         crew.run(progress.update)
 
 
-def connect(options: argparse.Namespace, model: type[Model]) -> hs_cache.HiddenStateCache | None:
+def connect(options: Options, model: type[Model]) -> hs_cache.HiddenStateCache | None:
     """A client for one worker, and for whoever takes its place: an engine of its own, since its KV is its own."""
     return hs_cache.connect(
         options.cache_config,
@@ -147,7 +182,7 @@ def connect(options: argparse.Namespace, model: type[Model]) -> hs_cache.HiddenS
     )
 
 
-def num_nodes(options: argparse.Namespace) -> int:
+def num_nodes(options: Options) -> int:
     """Nodes that have room for a worker; at least one."""
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     totals = [node["Resources"] for node in nodes if node["Alive"]]
@@ -170,7 +205,7 @@ def report(counts: Counts, seconds: float, output: Output, console: Console) -> 
     console.print(f"{parts[0].parent}: {len(parts)} {kind} with {len(output.done)} rows{failed}")
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None) -> Options:
     """The command line; what is wrong with it ends the process with exit code 2."""
     parser = argparse.ArgumentParser(
         description="Answers and embeds a file of prompts on a Ray cluster, and goes on where it was ended."
@@ -206,7 +241,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-cache", action="store_true", help="restore nothing; the results must be the same")
     parser.add_argument("--skip-bad-lines", action="store_true", help="go on without lines that can't be used")
     parser.add_argument("--retry-errors", action="store_true", help="try again what has an error row")
-    return parser.parse_args(arguments)
+    return Options(**vars(parser.parse_args(arguments)))
 
 
 def absolute(text: str) -> Path:

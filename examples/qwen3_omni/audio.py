@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import math
+import wave
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -47,9 +49,37 @@ def synthesise_speech(*, seconds: float, seed: int = 0) -> NDArray[np.int16]:
     """
     rng = np.random.default_rng(seed)
     vowels = rng.integers(len(_FORMANTS_HZ), size=math.ceil(seconds / _SYLLABLE_S))
-    wave = np.concatenate([_syllable(_FORMANTS_HZ[vowel], rng.uniform(95, 140, size=2)) for vowel in vowels])
-    samples: NDArray[np.int16] = np.round(wave / np.abs(wave).max() * 0.8 * np.iinfo(np.int16).max).astype(np.int16)
+    voice = np.concatenate([_syllable(_FORMANTS_HZ[vowel], rng.uniform(95, 140, size=2)) for vowel in vowels])
+    samples: NDArray[np.int16] = np.round(voice / np.abs(voice).max() * 0.8 * np.iinfo(np.int16).max).astype(np.int16)
     return samples[: round(seconds * SAMPLE_RATE_HZ)]
+
+
+def to_wav(samples: NDArray[np.int16]) -> bytes:
+    """A WAV file: 16 bit, mono, SAMPLE_RATE_HZ."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as clip:
+        clip.setnchannels(1)
+        clip.setsampwidth(2)
+        clip.setframerate(SAMPLE_RATE_HZ)
+        clip.writeframes(samples.astype("<i2").tobytes())
+    return file.getvalue()
+
+
+def from_wav(content: bytes) -> NDArray[np.int16]:
+    """The samples of a WAV file.
+
+    Raises:
+        ValueError: it is none, or not 16 bit, mono, SAMPLE_RATE_HZ and of 0.1 s or longer.
+    """
+    try:
+        with wave.open(io.BytesIO(content)) as clip:
+            form = (clip.getframerate(), clip.getnchannels(), clip.getsampwidth())
+            samples = np.frombuffer(clip.readframes(clip.getnframes()), dtype="u1")
+    except (wave.Error, EOFError) as error:
+        raise ValueError(f"no WAV file: {error}") from error
+    if form != (SAMPLE_RATE_HZ, 1, 2) or len(samples) < 2 * SAMPLE_RATE_HZ // 10:
+        raise ValueError("expected a WAV of 16 bit, mono, 16 kHz, of 0.1 s or longer")
+    return samples[: len(samples) // 2 * 2].view("<i2").astype(np.int16)
 
 
 def encode_clip(samples: NDArray[np.int16]) -> AudioClip:

@@ -67,11 +67,11 @@ class TalkerModel:
             token_ids: the prompt.
             reply: the thinker's answer.
             rows: layer index to rows ``[len(token_ids) + len(reply) - 1, hidden]`` of the talker's dtype.
-            steps: exactly as many are spoken.
-            tell: called with the codes of each step, one per group, as soon as they are there.
+            steps: of the talker, 2 or more: each completes the codes of the one before.
+            tell: called with the codes of each step but the last, one per group, as soon as they are there.
 
         Returns:
-            The codes ``[steps, code groups]``, greedy, and the waveform ``[samples]``.
+            The codes ``[steps - 1, code groups]``, greedy, and the waveform ``[samples]``.
         """
         self._codes.clear()
         self._tell = tell

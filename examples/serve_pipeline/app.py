@@ -7,11 +7,9 @@ and codes come. Nothing is kept from one request to the next but the cache, so a
 import base64
 import binascii
 import hashlib
-import io
 import json
 import logging
 import time
-import wave
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
@@ -21,7 +19,7 @@ from fastapi import FastAPI, HTTPException
 from fastapi.responses import StreamingResponse
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
-from qwen3_omni.audio import SAMPLE_RATE_HZ, encode_clip
+from qwen3_omni.audio import encode_clip, from_wav
 from qwen3_omni.conversation import Conversation, Prompt
 from qwen3_omni.tiny_model import STORED_LAYERS
 from ray import serve
@@ -76,7 +74,7 @@ class ChatRequest(_Part):
     Attributes:
         messages: the conversation, beginning and ending with the user.
         max_tokens: exactly as many are generated.
-        max_codes: exactly as many steps are spoken, 0 for none.
+        max_codes: exactly as many steps are spoken, and sent, 0 for none.
         audio: send the waveform too.
         use_cache: False restores and stores nothing, for comparison.
     """
@@ -130,14 +128,11 @@ def _content(number: int, message: Message) -> tuple[str, NDArray[np.int16] | No
 
 def _samples(number: int, encoded: str) -> NDArray[np.int16]:
     try:
-        with wave.open(io.BytesIO(base64.b64decode(encoded, validate=True))) as clip:
-            if (clip.getframerate(), clip.getnchannels(), clip.getsampwidth()) == (SAMPLE_RATE_HZ, 1, 2):
-                samples = np.frombuffer(clip.readframes(clip.getnframes()), dtype="<i2").astype(np.int16)
-                if len(samples) >= SAMPLE_RATE_HZ // 10:
-                    return samples
-    except (binascii.Error, wave.Error, EOFError) as error:
-        raise HTTPException(422, f"messages[{number}].content: no WAV file in base64: {error}") from error
-    raise HTTPException(422, f"messages[{number}].content: expected a WAV of 16 bit, mono, 16 kHz, of 0.1 s or longer")
+        return from_wav(base64.b64decode(encoded, validate=True))
+    except binascii.Error as error:
+        raise HTTPException(422, f"messages[{number}].content: not base64: {error}") from error
+    except ValueError as error:
+        raise HTTPException(422, f"messages[{number}].content: {error}") from error
 
 
 def _line(name: str, value: Any) -> str:
@@ -204,7 +199,7 @@ class Chat:
         }
         if request.max_codes:
             speech: Speech | None = None
-            async for item in self._speak.remote(SpeakRequest(prompt.token_ids, thought, max(request.max_codes, 2))):
+            async for item in self._speak.remote(SpeakRequest(prompt.token_ids, thought, request.max_codes)):
                 if isinstance(item, Speech):
                     speech = item
                 else:
@@ -223,26 +218,38 @@ class Chat:
 
 
 def build(settings: PipelineSettings) -> serve.Application:
-    """The application; deployments can be changed by name in a Serve config file."""
-    affinity = router_config(
-        service=settings.service, model=settings.model, layers=list(STORED_LAYERS), reply_tokens=128
-    )
-    thinker = serve.deployment(ThinkerStage).options(
-        name="Thinker",
-        num_replicas=settings.thinkers,
-        max_replicas_per_node=1,
-        max_ongoing_requests=4,
-        ray_actor_options={"num_cpus": 1},
-        **({"request_router_config": affinity} if settings.affine else {}),
-    )
-    talker = serve.deployment(TalkerStage).options(
-        name="Talker",
-        num_replicas=settings.talkers,
-        max_replicas_per_node=1,
-        max_ongoing_requests=4,
-        ray_actor_options={"num_cpus": 1},
-    )
+    """The application, for ``serve run`` and config files, which change numbers of its deployments by name.
+
+    What must fit together, the thinkers' key space and the router's, is settled here.
+    """
+    return pipeline(settings)
+
+
+def pipeline(
+    settings: PipelineSettings,
+    *,
+    thinkers: int = 2,
+    talkers: int = 2,
+    ingresses: int = 2,
+    max_replicas_per_node: int | None = None,
+) -> serve.Application:
+    """The application.
+
+    Args:
+        settings: for all deployments.
+        thinkers, talkers, ingresses: replicas.
+        max_replicas_per_node: of thinkers, and of talkers; by default Serve spreads them, but some may share a node.
+    """
+    affinity = router_config(**settings.router, **settings.key_space, layers=list(STORED_LAYERS))
+    stage: dict[str, Any] = {
+        "max_ongoing_requests": 4,
+        "max_replicas_per_node": max_replicas_per_node,
+        "ray_actor_options": {"num_cpus": 0.25},  # the model is tiny; a real one has num_gpus here
+    }
+    routed = {"request_router_config": affinity} if settings.affine else {}
+    thinker = serve.deployment(ThinkerStage).options(name="Thinker", num_replicas=thinkers, **stage, **routed)
+    talker = serve.deployment(TalkerStage).options(name="Talker", num_replicas=talkers, **stage)
     chat = serve.deployment(Chat).options(
-        name="Chat", num_replicas=settings.ingresses, max_ongoing_requests=100, ray_actor_options={"num_cpus": 0.1}
+        name="Chat", num_replicas=ingresses, max_ongoing_requests=100, ray_actor_options={"num_cpus": 0.1}
     )
     return chat.bind(settings, thinker.bind(settings), talker.bind(settings))

@@ -8,13 +8,13 @@ KV is evicted here is reported to the cache, which gives up its rows with the ne
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 import ray
 from numpy.typing import NDArray
+from qwen3_omni.recent_chunks import RecentChunks
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import hs_cache
@@ -26,54 +26,9 @@ ENGINE: Final = "kv-holder"
 
 NAMESPACE: Final = "serve_pipeline"
 
+_START_TIMEOUT_S: Final = 120.0
+
 Chunk = NDArray[np.uint8]
-
-
-class HeldChunks:
-    """KV chunks by key, in bounded memory; the least recently used go first, of a prefix its tail.
-
-    Args:
-        capacity_bytes: of all chunks.
-    """
-
-    def __init__(self, capacity_bytes: int) -> None:
-        self._capacity_bytes = capacity_bytes
-        self._chunks: OrderedDict[bytes, Chunk] = OrderedDict()  # the coldest first
-        self.nbytes = 0
-
-    def __len__(self) -> int:
-        return len(self._chunks)
-
-    def load(self, keys: Sequence[bytes]) -> list[Chunk]:
-        """The chunks of a prefix up to the first that isn't here."""
-        found = []
-        for key in keys:
-            if key not in self._chunks:
-                break
-            found.append(self._chunks[key])
-        self._touch(keys[: len(found)])
-        return found
-
-    def save(self, keys: Sequence[bytes], chunks: Sequence[Chunk]) -> list[bytes]:
-        """Keep consecutive chunks of one prefix; returns the keys of what was evicted for them.
-
-        What doesn't fit is left out, from the tail.
-        """
-        for key, chunk in zip(keys, chunks, strict=True):
-            if key not in self._chunks:
-                self._chunks[key] = chunk
-                self.nbytes += chunk.nbytes
-        self._touch(keys)
-        evicted = []
-        while self.nbytes > self._capacity_bytes:
-            key, chunk = self._chunks.popitem(last=False)
-            self.nbytes -= chunk.nbytes
-            evicted.append(key)
-        return evicted
-
-    def _touch(self, keys: Sequence[bytes]) -> None:
-        for key in reversed(keys):  # the head is the last to go
-            self._chunks.move_to_end(key)
 
 
 class KVHolder:
@@ -85,14 +40,10 @@ class KVHolder:
     """
 
     def __init__(self, capacity_bytes: int, service: str, model: str) -> None:
-        self._held = HeldChunks(capacity_bytes)
+        self._held: RecentChunks[Chunk] = RecentChunks(capacity_bytes, lambda chunk: chunk.nbytes)
         self._cache = hs_cache.connect(service=service, model=model, engine=ENGINE)
         if self._cache is not None:
             self._cache.kv.clear()  # it may have been restarted: what was here is gone
-
-    def match(self, keys: Sequence[bytes]) -> int:
-        """How many chunks of a prefix are here."""
-        return len(self._held.load(keys))
 
     def load(self, keys: Sequence[bytes]) -> list[Chunk]:
         """The chunks of a prefix that are here."""
@@ -101,14 +52,10 @@ class KVHolder:
     def save(self, keys: Sequence[bytes], chunks: Sequence[Chunk]) -> int:
         """Keep consecutive chunks, and report what goes for them; returns how many of `keys` are here then."""
         # what arrives lies in the object store, which is not where it is to stay
-        evicted = self._held.save(keys, [chunk.copy() for chunk in chunks])
+        evicted = self._held.save(keys, lambda index: chunks[index].copy())
         if evicted and self._cache is not None:
             self._cache.kv.report_evicted(evicted)
         return len(self._held.load(keys))
-
-    def statistics(self) -> dict[str, int]:
-        """How much is here."""
-        return {"chunks": len(self._held), "nbytes": self._held.nbytes}
 
 
 def holder_name(service: str, node_id: str) -> str:
@@ -116,8 +63,14 @@ def holder_name(service: str, node_id: str) -> str:
     return f"{service}/{node_id}"
 
 
-def start_holder(node_id: str, capacity_bytes: int, service: str, model: str) -> Any:
-    """The node's holder, which is created where there is none; it stays when whoever created it is gone. Blocks."""
+def start_holder(
+    node_id: str, capacity_bytes: int, service: str, model: str, timeout_s: float = _START_TIMEOUT_S
+) -> Any:
+    """The node's holder, which is created where there is none; it stays when whoever created it is gone. Blocks.
+
+    Raises:
+        RuntimeError: it doesn't begin in time.
+    """
     holder = (
         ray.remote(KVHolder)
         .options(
@@ -131,7 +84,11 @@ def start_holder(node_id: str, capacity_bytes: int, service: str, model: str) ->
         )
         .remote(capacity_bytes, service, model)
     )
-    ray.get(holder.__ray_ready__.remote())
+    try:
+        ray.get(holder.__ray_ready__.remote(), timeout=timeout_s)
+    except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
+        reason = str(error) or f"no answer within {timeout_s:g} s"
+        raise RuntimeError(f"the KV holder of node {node_id} can't be started: {reason}") from error
     return holder
 
 

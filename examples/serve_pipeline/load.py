@@ -13,20 +13,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
-import io
 import json
 import logging
 import math
 import os
 import shutil
-import socket
+import signal
 import sys
 import tempfile
 import time
-import wave
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
@@ -38,7 +36,7 @@ EXAMPLES: Final = Path(__file__).resolve().parents[1]
 if str(EXAMPLES) not in sys.path:
     sys.path.insert(0, str(EXAMPLES))
 
-from qwen3_omni.audio import SAMPLE_RATE_HZ, synthesise_speech  # noqa: E402
+from qwen3_omni.audio import synthesise_speech, to_wav  # noqa: E402
 from qwen3_omni.conversation import read_passages  # noqa: E402
 from rich.box import SIMPLE  # noqa: E402
 from rich.console import Console  # noqa: E402
@@ -142,22 +140,11 @@ async def ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) ->
     raise RuntimeError("the stream ended early")
 
 
-def wav(samples: np.ndarray[Any, Any]) -> str:
-    """A WAV file in base64."""
-    file = io.BytesIO()
-    with wave.open(file, "wb") as clip:
-        clip.setnchannels(1)
-        clip.setsampwidth(2)
-        clip.setframerate(SAMPLE_RATE_HZ)
-        clip.writeframes(samples.astype("<i2").tobytes())
-    return base64.b64encode(file.getvalue()).decode()
-
-
 def first_message(text: str, clip_s: float, seed: int) -> dict[str, Any]:
     """A user's message with a clip of its own."""
     if not clip_s:
         return {"role": "user", "content": text}
-    clip = wav(synthesise_speech(seconds=clip_s, seed=seed))
+    clip = base64.b64encode(to_wav(synthesise_speech(seconds=clip_s, seed=seed))).decode()
     return {"role": "user", "content": [{"type": "audio", "wav": clip}, {"type": "text", "text": text}]}
 
 
@@ -235,60 +222,48 @@ def make_table(totals: dict[str, Measured], title: str) -> Table:
 
 
 @contextmanager
-def applications(names: dict[str, dict[str, Any]]) -> Iterator[dict[str, str]]:
+def applications(names: dict[str, dict[str, Any]], port: int) -> Iterator[dict[str, str]]:
     """Three raylets on this machine, and one application and one cache service per name; gives their URLs.
 
     Args:
         names: of applications, and what is special in their settings.
+        port: for HTTP.
     """
-    directory = tempfile.mkdtemp(prefix="hs", dir="/tmp")  # short: Ray's sockets are in there
-    paths = [str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ.update(
-        RAY_AUTH_MODE="disabled",
-        RAY_USAGE_STATS_ENABLED="0",
-        RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
-        RAY_TMPDIR=directory,
-        PYTHONPATH=os.pathsep.join(paths),
-        TOKENIZERS_PARALLELISM="false",
-    )
-    import ray
-    from ray import serve
-    from ray.cluster_utils import Cluster
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    with ExitStack() as at_the_end:
+        directory = tempfile.mkdtemp(prefix="hs", dir="/tmp")  # short: Ray's sockets are in there
+        at_the_end.callback(shutil.rmtree, directory, ignore_errors=True)
+        paths = [str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])]
+        os.environ.update(
+            RAY_AUTH_MODE="disabled",
+            RAY_USAGE_STATS_ENABLED="0",
+            RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
+            RAY_TMPDIR=directory,
+            PYTHONPATH=os.pathsep.join(paths),
+            TOKENIZERS_PARALLELISM="false",
+        )
+        import ray
+        from ray import serve
+        from ray.cluster_utils import Cluster
 
-    import hs_cache
-    from serve_pipeline.app import build
-    from serve_pipeline.kv_holder import stop_holders
-    from serve_pipeline.settings import PipelineSettings
+        import hs_cache
+        from serve_pipeline.app import pipeline
+        from serve_pipeline.settings import PipelineSettings
 
-    head = {"num_cpus": 8, "include_dashboard": False, "temp_dir": f"{directory}/ray"}
-    cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
-    try:
+        head = {"num_cpus": 8, "include_dashboard": False, "temp_dir": f"{directory}/ray"}
+        cluster = Cluster(initialize_head=True, head_node_args=head)  # what it starts ends with this process
+        at_the_end.callback(cluster.shutdown)
         for _ in range(NODES - 1):
             cluster.add_node(num_cpus=8, include_dashboard=False)
         ray.init(address=cluster.address, logging_level=logging.ERROR, log_to_driver=False)
-        port = _free_port()
+        at_the_end.callback(ray.shutdown)
         serve.start("HeadOnly", {"host": "127.0.0.1", "port": port})
         for name, special in names.items():
-            settings = PipelineSettings(
-                service=name, system_prompt=SYSTEM_PROMPT, thinkers=NODES, ingresses=1, **special
-            )
+            settings = PipelineSettings(service=name, system_prompt=SYSTEM_PROMPT, **special)
             hs_cache.start(settings.cache, service=name)
-            serve.run(build(settings), name=name, route_prefix=f"/{name}")
+            application = pipeline(settings, thinkers=NODES, ingresses=1, max_replicas_per_node=1)
+            serve.run(application, name=name, route_prefix=f"/{name}")
         yield {name: f"http://127.0.0.1:{port}/{name}" for name in names}
-        serve.shutdown()
-        for name in names:
-            stop_holders(name)
-            hs_cache.stop(service=name)
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _named(text: str) -> tuple[str, str]:
@@ -303,6 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     default = Load()
     parser = argparse.ArgumentParser(description="The same load with Serve's router and with ours.")
     parser.add_argument("--url", action="append", type=_named, metavar="NAME=URL", help="measure what runs already")
+    parser.add_argument("--port", type=int, default=8000, help="of what is started; default: %(default)s")
     parser.add_argument("--rounds", type=int, default=4, help="default: %(default)s")
     parser.add_argument("--fetch-kv", action="store_true", help="let thinkers take KV from other nodes")
     for name in ("conversations", "turns", "concurrency", "max_tokens", "max_codes"):
@@ -315,9 +291,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.url:
         running: AbstractContextManager[dict[str, str]] = nullcontext(dict(options.url))
     else:
-        console.print("starting three raylets and both applications, about a minute", style="dim")
+        console.print("starting three raylets and both applications; on two cores that takes minutes", style="dim")
         special = {"fetch_kv": options.fetch_kv}
-        running = applications({"serve": {**special, "affine": False}, "hs_cache": {**special, "affine": True}})
+        both = {"serve": {**special, "affine": False}, "hs_cache": {**special, "affine": True}}
+        running = applications(both, options.port)
     with running as urls:
         totals = compare(urls, load, options.rounds, console)
     title = (

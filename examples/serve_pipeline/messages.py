@@ -75,7 +75,7 @@ class SpeakRequest:
     Attributes:
         token_ids: the prompt.
         thought: what the thinker made of it.
-        max_new_codes: exactly as many steps are spoken.
+        max_new_codes: exactly as many steps are spoken, 1 or more.
     """
 
     token_ids: tuple[int, ...]

@@ -16,8 +16,8 @@ class PipelineSettings(BaseModel):
         dtype, small: of the model; see `qwen3_omni.tiny_model.build_model`.
         kv_mib: KV that each node's holder keeps at most.
         fetch_kv: take KV from other nodes' holders where they have more, instead of computing it again.
-        thinkers, talkers, ingresses: replicas, the first two one per node at most.
         affine: send turns to the thinker that has their prefix; False leaves the choice to Serve.
+        router: settings of `hs_cache.integrations.serve.PrefixAffinityRouter` besides the key space and layers.
         system_prompt: begins every conversation.
     """
 
@@ -29,16 +29,19 @@ class PipelineSettings(BaseModel):
     small: bool = True
     kv_mib: int = Field(256, gt=0)
     fetch_kv: bool = True
-    thinkers: int = Field(2, gt=0)
-    talkers: int = Field(2, gt=0)
-    ingresses: int = Field(2, gt=0)
     affine: bool = True
+    router: dict[str, Any] = {"reply_tokens": 128}
     system_prompt: str = "You talk with people. Answer in the language that you are spoken to in, and be brief."
 
     @property
     def model(self) -> str:
         """Under which the cache knows these weights: prefixes of others are other prefixes."""
         return f"qwen3-omni-tiny{'-small' if self.small else ''}-{self.dtype}"
+
+    @property
+    def key_space(self) -> dict[str, str]:
+        """Where thinkers keep rows, and where the router looks for them: for `hs_cache.connect` and `router_config`."""
+        return {"service": self.service, "model": self.model}
 
     @property
     def kv_bytes(self) -> int:

@@ -37,6 +37,7 @@ class TalkerStage:
         """
         rows = await self._rows(request)
         loop = asyncio.get_running_loop()
+        steps = request.max_new_codes + 1  # the last one's codes are never completed
         codes: asyncio.Queue[list[int] | None] = asyncio.Queue()
 
         def generate() -> torch.Tensor:
@@ -45,7 +46,7 @@ class TalkerStage:
                     request.token_ids,
                     request.thought.reply,
                     rows,
-                    request.max_new_codes,
+                    steps,
                     tell=lambda step: loop.call_soon_threadsafe(codes.put_nowait, step),
                 )[1]
             finally:
@@ -61,7 +62,7 @@ class TalkerStage:
     async def _rows(self, request: SpeakRequest) -> dict[int, torch.Tensor]:
         thought = request.thought
         try:
-            suffix = (await asyncio.wait_for(_result(thought.suffix), _ROWS_TIMEOUT_S)).unpack(self._dtype)
+            suffix = (await asyncio.wait_for(thought.suffix, _ROWS_TIMEOUT_S)).unpack(self._dtype)
         except (ray.exceptions.RayError, asyncio.TimeoutError) as error:
             raise RowsLostError("the rows that the thinker computed are gone with it") from error
         if thought.prefix is None:
@@ -73,7 +74,3 @@ class TalkerStage:
 
     def _build(self) -> TalkerModel:
         return TalkerModel(dtype=self._dtype, small=self._small)
-
-
-async def _result(ref: object) -> object:
-    return await ref

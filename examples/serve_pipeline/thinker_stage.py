@@ -55,13 +55,11 @@ class ThinkerStage:
         self._dtype = getattr(torch, settings.dtype)
         self._who = Whereabouts.here()
         self._thread = ThreadPoolExecutor(1, initializer=prepare_torch)
-        cache = await hs_cache.aconnect(settings.cache, service=settings.service, model=settings.model, engine=ENGINE)
+        cache = await hs_cache.aconnect(settings.cache, **settings.key_space, engine=ENGINE)
         if cache is None:
             raise RuntimeError("the configuration in the environment says enable_hidden_state_cache: false")
         self._cache = cache
-        self._holder = await asyncio.to_thread(
-            start_holder, self._who.node, settings.kv_bytes, settings.service, settings.model
-        )
+        self._holder = await asyncio.to_thread(start_holder, self._who.node, settings.kv_bytes, **settings.key_space)
         self._model = await self._compute(self._build)
         self._saving: set[asyncio.Task[None]] = set()
 
@@ -179,11 +177,7 @@ def prepare_torch() -> None:
 async def answer_of(ref: Any) -> Any:
     """What a holder answers; None when it doesn't in time."""
     try:
-        return await asyncio.wait_for(_result(ref), _HOLDER_TIMEOUT_S)
+        return await asyncio.wait_for(ref, _HOLDER_TIMEOUT_S)
     except (ray.exceptions.RayError, asyncio.TimeoutError) as error:
         logger.warning("the node's KV holder doesn't answer: %s", str(error).splitlines()[:1])
         return None
-
-
-async def _result(ref: Any) -> Any:
-    return await ref

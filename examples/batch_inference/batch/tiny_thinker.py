@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
 import torch
 from qwen3_omni.conversation import Conversation
-from qwen3_omni.kv_chunks import KVChunks
+from qwen3_omni.kv_chunks import cut, fill
+from qwen3_omni.recent_chunks import RecentChunks
 from qwen3_omni.thinker_model import ThinkerModel
 from qwen3_omni.tiny_model import ACCEPT_HIDDEN_LAYER, build_model
 from transformers import DynamicCache
@@ -38,7 +38,7 @@ class TinyThinker:
         self._thinker = ThinkerModel(build_model(dtype=torch.float32, small=True).thinker)
         self._cache = cache
         self._chunk_size = chunk_size
-        self._kv = RecentKV(max(1, KV_TOKENS // chunk_size), chunk_size)
+        self._kv: RecentChunks[torch.Tensor] = RecentChunks(max(1, KV_TOKENS // chunk_size))
         if cache is not None:
             cache.kv.clear()  # whoever had this worker's name before has taken its KV along
 
@@ -77,15 +77,15 @@ class TinyThinker:
         if self._cache is None:
             return nothing
         keys = self._keys(token_ids)[: (len(token_ids) - 1) // self._chunk_size]
-        chunks = self._kv.match(keys)
+        chunks = self._kv.load(keys)
         if not chunks:
             return nothing
-        hit = self._cache.retrieve(token_ids, ACCEPT_HIDDEN_LAYER, stop=chunks * self._chunk_size)
-        chunks = hit.num_tokens // self._chunk_size
-        if not chunks:
+        hit = self._cache.retrieve(token_ids, ACCEPT_HIDDEN_LAYER, stop=len(chunks) * self._chunk_size)
+        usable = hit.num_tokens // self._chunk_size
+        if not usable:
             return nothing
-        self._kv.load(keys[:chunks], into=kv)
-        return hit[ACCEPT_HIDDEN_LAYER][: chunks * self._chunk_size]
+        fill(chunks[:usable], kv)
+        return hit[ACCEPT_HIDDEN_LAYER][: usable * self._chunk_size]
 
     def _prefill(self, token_ids: Sequence[int], start: int, kv: DynamicCache) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute from `start` to the end; returns the last token's output ``[1, 1, hidden]`` and the rows of all."""
@@ -102,7 +102,7 @@ class TinyThinker:
         whole = len(token_ids) // self._chunk_size * self._chunk_size
         if self._cache is None or whole <= restored:
             return
-        evicted = self._kv.save(self._keys(token_ids), kv)
+        evicted = self._kv.save(self._keys(token_ids), lambda index: cut(kv, self._chunk_size, index, index + 1)[0])
         new = {ACCEPT_HIDDEN_LAYER: rows[: whole - restored]}
         self._cache.store(token_ids[:whole], new, token_offset=restored)
         if evicted:
@@ -135,43 +135,3 @@ def tokenize(prompt: Prompt) -> tuple[int, ...]:
         else:
             conversation.add_assistant(tuple(message.content.encode()))
     return conversation.prompt().token_ids
-
-
-class RecentKV:
-    """Keys and values of chunks, in bounded memory: the tails of what was used least recently make room.
-
-    Args:
-        capacity: in chunks.
-        chunk_size: tokens of a chunk.
-    """
-
-    def __init__(self, capacity: int, chunk_size: int) -> None:
-        self._capacity = capacity
-        self._chunk_size = chunk_size
-        self._kv = KVChunks()
-        self._recent: OrderedDict[bytes, None] = OrderedDict()  # the coldest first
-
-    def match(self, keys: Sequence[bytes]) -> int:
-        """How many chunks of a prefix are here without a gap."""
-        count = self._kv.match(keys)
-        self._touch(keys[:count])
-        return count
-
-    def load(self, keys: Sequence[bytes], into: DynamicCache) -> None:
-        """Fill an empty cache with the chunks of a prefix, all of which must be here."""
-        self._kv.load(keys, into)
-
-    def save(self, keys: Sequence[bytes], source: DynamicCache) -> list[bytes]:
-        """Keep the chunks of a prefix; returns the keys of those that made room."""
-        self._kv.save(keys, self._chunk_size, source)
-        for key in keys:
-            self._recent.setdefault(key)
-        self._touch(keys)
-        evicted = [self._recent.popitem(last=False)[0] for _ in range(len(self._recent) - self._capacity)]
-        for key in evicted:
-            self._kv.evict(key)
-        return evicted
-
-    def _touch(self, keys: Sequence[bytes]) -> None:
-        for key in reversed(keys):
-            self._recent.move_to_end(key)
