@@ -15,13 +15,13 @@ from ray.exceptions import GetTimeoutError, RayError
 from rich.console import Console
 from rich.table import Table
 
-from hs_cache.config import CacheConfig
+from hs_cache.config import CacheConfig, check_service
 from hs_cache.doctor_facts import DoctorReport
 from hs_cache.doctor_report import print_report
 from hs_cache.errors import ConfigError, HiddenStateCacheError, ServiceError
 from hs_cache.html import short_id
 from hs_cache.kv_presence import KVStatistics
-from hs_cache.launch import check_service, join
+from hs_cache.launch import join
 from hs_cache.messages import ControllerStatistics, NodeStatistics
 from hs_cache.router import HIDDEN_STATES, KV, find_actor, find_controller, is_running, nodes_of
 from hs_cache.weights import RevisionBump, bump_revision

@@ -18,10 +18,10 @@ import torch
 
 import hs_cache.tables  # noqa: F401  (notebooks then know how to show what clients give)
 from hs_cache.background import Background
-from hs_cache.config import CacheConfig
+from hs_cache.config import CacheConfig, check_service
 from hs_cache.errors import ConfigMismatchError, ServiceNotRunningError
 from hs_cache.keys import ChunkKeys, KeySpace, MMSpan, TokenIds
-from hs_cache.launch import check_service, join, start
+from hs_cache.launch import join, start
 from hs_cache.planning import check_key
 from hs_cache.refs import HiddenStateRef
 from hs_cache.results import CacheStatistics, Coverage, Explanation, PrefixHit, StoreResult

@@ -21,6 +21,7 @@ import ipaddress
 import logging
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
@@ -85,6 +86,12 @@ LMCACHE_KEYS = frozenset(
 
 LMCACHE_HASHES = ("builtin", "sha256_cbor", "sha256_cbor_64bit")
 """What ``pre_caching_hash_algorithm`` can be with ``kv_source: lmcache``; vLLM used to call the second by the third."""
+
+
+def check_service(service: Any) -> None:
+    """`InvalidInputError` unless `service` is a usable name."""
+    if not isinstance(service, str) or not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", service):
+        raise InvalidInputError(f"service: got {service!r}, expected up to 64 letters, digits, '-', '_' or '.'")
 
 
 def is_hash_seed(seed: str) -> bool:

@@ -14,14 +14,14 @@ from ray import cloudpickle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hs_cache import doctor_look
-from hs_cache.config import CacheConfig
+from hs_cache.config import CacheConfig, check_service
 from hs_cache.doctor_checks import check
 from hs_cache.doctor_facts import HERE, CanaryState, ClusterFacts, DoctorReport, NodeFacts, PathFacts, at_fault
 from hs_cache.doctor_look import Look
 from hs_cache.doctor_probe import SHARE_OF_FREE, Attached, Canary, Probe
 from hs_cache.errors import ConfigError, HiddenStateCacheError, ServiceError, ServiceNotRunningError
 from hs_cache.keys import KEY_BYTES
-from hs_cache.launch import check_service, join
+from hs_cache.launch import join
 from hs_cache.planning import check_seconds
 from hs_cache.router import HIDDEN_STATES, KV, actors_of, bounded, find_actor, find_controller, is_running, translated
 

@@ -6,7 +6,6 @@ The actors must be imported from this installation: a user's working directory m
 """
 
 import json
-import re
 import socket
 import subprocess
 import sys
@@ -18,8 +17,8 @@ import ray
 from ray.exceptions import AuthenticationError, RayError
 
 from hs_cache import errors
-from hs_cache.config import CacheConfig
-from hs_cache.errors import InvalidInputError, ServiceError, ServiceTimeoutError
+from hs_cache.config import CacheConfig, check_service
+from hs_cache.errors import ServiceError, ServiceTimeoutError
 from hs_cache.router import bounded, require_ray
 
 try:
@@ -39,12 +38,6 @@ _ANSWER_TIMEOUT_S = 20.0
 
 _ROOT = Path(errors.__file__).parent.parent
 _MAIN = "import sys; sys.path.insert(0, sys.argv.pop(1)); from actors.__main__ import main; main()"
-
-
-def check_service(service: Any) -> None:
-    """`InvalidInputError` unless `service` is a usable name."""
-    if not isinstance(service, str) or not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", service):
-        raise InvalidInputError(f"service: got {service!r}, expected up to 64 letters, digits, '-', '_' or '.'")
 
 
 def join(address: str | None = None, **options: Any) -> None:

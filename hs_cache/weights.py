@@ -10,8 +10,8 @@ from typing import Any
 import ray
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
+from hs_cache.config import check_service
 from hs_cache.errors import InvalidInputError, ServiceError, ServiceNotRunningError
-from hs_cache.launch import check_service
 from hs_cache.messages import Freed, ModelRevision, Retired, RevisionChange, RevisionTable
 from hs_cache.router import HIDDEN_STATES, NAMESPACE, find_actor, find_controller, is_running, nodes_of, translated
 

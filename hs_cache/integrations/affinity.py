@@ -8,9 +8,9 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from hs_cache.config import check_service
 from hs_cache.errors import InvalidInputError
 from hs_cache.keys import KEY_BYTES, ChunkKeys, KeySpace, MMSpan, TokenIds
-from hs_cache.launch import check_service
 from hs_cache.planning import check_layers, check_seconds, check_spans
 
 _LATELY_S = 60.0
@@ -181,7 +181,8 @@ class AffinityPolicy:
 
     The least wins, then the shorter queue, then chance. So a node's advantage is bounded by the length of the prefix: a
     system prompt of 500 tokens is worth a queue that is longer by 500 tokens, and then the next node computes it too.
-    Prompts that nobody knows go where the least is to be done, and so does work for new replicas.
+    Prompts that nobody knows go where the least is to be done. A new replica counts as if it had been given as much as
+    the one that was given the least: it takes its share from now on, and doesn't draw what has its prefix elsewhere.
 
     Not thread-safe; belongs to one event loop.
 
@@ -199,6 +200,7 @@ class AffinityPolicy:
 
     def rank(self, demand: Demand, candidates: Sequence[Candidate], now: float) -> list[Candidate]:
         """Best first; replicas that don't say how long their queue is come last."""
+        self._take_in(candidates, now)
 
         def order(candidate: Candidate) -> tuple[bool, float, int, float]:
             queue_len = candidate.queue_len or 0
@@ -244,6 +246,13 @@ class AffinityPolicy:
         """Forget all replicas but these."""
         alive = set(replicas)
         self._lately = {replica: given for replica, given in self._lately.items() if replica in alive}
+
+    def _take_in(self, candidates: Sequence[Candidate], now: float) -> None:
+        """Begin with new replicas where the others are, as fair queueing does."""
+        new = {candidate.replica for candidate in candidates} - self._lately.keys()
+        if new:
+            known = [self._given_lately(replica, now) for replica in self._lately]
+            self._lately |= dict.fromkeys(new, (min(known, default=0.0), now))
 
     def _given_lately(self, replica: Hashable, now: float) -> float:
         tokens, when = self._lately.get(replica, (0.0, now))

@@ -102,17 +102,34 @@ def test_conversations_stay_where_their_prefix_is_under_even_load() -> None:
 
 def test_what_was_given_lately_is_forgotten_in_time() -> None:
     policy = make_policy(spread=1.0)
-    policy.sent(make_demand(list(range(1000))), "r0", "n0", 0.0)
     demand = make_demand(list(range(5000, 5320)), {"n0": 320})
+    policy.rank(demand, make_candidates(0, 0), 0.0)
+    policy.sent(make_demand(list(range(1000))), "r0", "n0", 0.0)
     assert best(policy, demand, make_candidates(0, 0), now=1.0) == "r1"
     assert best(policy, demand, make_candidates(0, 0), now=300.0) == "r0"
 
 
-def test_a_new_replica_gets_the_next_cold_prompt() -> None:
-    policy = make_policy()
-    for number in range(10):
-        policy.sent(make_demand([number] * 100), f"r{number % 2}", f"n{number % 2}", 0.0)
-    assert best(policy, make_demand([77] * 100), make_candidates(0, 0, 0)) == "r2"
+def test_a_new_replica_gets_its_share_of_cold_prompts() -> None:
+    policy, sent = make_policy(), Counter[str]()
+    for number in range(40):
+        demand = make_demand([number] * 100)
+        where = policy.rank(demand, make_candidates(*[0] * (2 if number < 10 else 3)), 0.0)[0]
+        policy.sent(demand, where.replica, where.node_id, 0.0)
+        sent[str(where.replica)] += 1
+    assert sent == {"r0": 15, "r1": 15, "r2": 10}
+
+
+@pytest.mark.parametrize("per_second", [2, 40])
+def test_a_new_replica_draws_no_warm_conversation_from_its_home(per_second: int) -> None:
+    policy = make_policy(remember_s=0)
+    homes = {number: f"n{number % 2}" for number in range(80)}
+    before = 300 * per_second
+    for turn in range(before + 80):
+        now, number = turn / per_second, turn % 80
+        demand = Demand(8500, make_demand([]).keys, {homes[number]: 8000})
+        where = policy.rank(demand, make_candidates(*[1] * (2 if turn < before else 3)), now)[0]
+        assert where.node_id == homes[number], (turn, now)
+        policy.sent(demand, where.replica, where.node_id, now)
 
 
 def test_a_replica_that_says_nothing_comes_last() -> None:
@@ -230,6 +247,10 @@ def test_a_salt_that_is_none_is_refused_by_name() -> None:
         ({"remember_s": -1}, "remember_s: got -1"),
         ({"prompt_of": "module"}, "prompt_of: got 'module', expected 'module:function'"),
         ({"prompt_of": "no.such.module:f"}, "prompt_of: got 'no.such.module:f', which can't be loaded"),
+        (
+            {"prompt_of": "tests.unit.broken_module:f"},
+            "prompt_of: got 'tests.unit.broken_module:f', which can't be loaded",
+        ),
         ({"prompt_of": "json:nothing"}, "prompt_of: got 'json:nothing', which can't be loaded"),
         ({"prompt_of": "sys:path"}, "prompt_of: got 'sys:path', which is no function"),
     ],
