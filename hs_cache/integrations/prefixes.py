@@ -94,7 +94,7 @@ class PrefixFinder:
         return TokenDatabase(space, save_unfull_chunk=config.save_unfull_chunk, kv_naming=kv_naming(config, space))
 
     def _in_trouble(self, error: Exception) -> None:
-        if not isinstance(error, ServiceTimeoutError | asyncio.TimeoutError):
+        if not self._outdated and not isinstance(error, ServiceTimeoutError | asyncio.TimeoutError):
             self._outdated = True
             self._due = min(self._due, max(self._connected_at + _TROUBLE_S, time.monotonic()))
         if not self._troubled:
@@ -118,8 +118,8 @@ class PrefixFinder:
                 await self._follow(*self._cache.parts())
             self._due = time.monotonic() + _RENEWED_S
         except Exception as error:  # it is tried again
-            self._due = time.monotonic() + _RETRIED_S
             self._in_trouble(error)
+            self._due = time.monotonic() + _RETRIED_S
         finally:
             self._task = None
 

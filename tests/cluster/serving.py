@@ -11,12 +11,13 @@ from ray import serve
 from starlette.requests import Request
 
 import hs_cache
-from hs_cache.integrations.serve import OUTCOMES
+from hs_cache.integrations.serve import Outcome
 
 DIM = 8
 
 PATIENT = {"env_vars": {"RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "5"}}
-"""A replica that doesn't say within 0.1 s how long its queue is counts as away, and on a busy machine none does."""
+"""For Serve's own router: a replica that doesn't say within 0.1 s how long its queue is counts as away there, and on a
+busy machine none does."""
 
 
 class Engine:
@@ -59,7 +60,7 @@ class Front:
     def _routed(self) -> dict[str, int]:
         handle = self._engine._router  # there is none before the first call
         router = handle and handle._asyncio_router.request_router
-        return {name: router.statistics().routed[name] if router else 0 for name in OUTCOMES}
+        return router.statistics().routed if router else dict.fromkeys((outcome.value for outcome in Outcome), 0)
 
 
 def application(service: str, model: str, seconds: float, config: Any, num_replicas: int = 3) -> serve.Application:
@@ -72,7 +73,7 @@ def application(service: str, model: str, seconds: float, config: Any, num_repli
         health_check_period_s=1,
         request_router_config=config,
     )
-    front = serve.deployment(Front).options(ray_actor_options={"num_cpus": 0.1, "runtime_env": PATIENT})
+    front = serve.deployment(Front).options(ray_actor_options={"num_cpus": 0.1})
     return front.bind(engine.bind(service, model, seconds))
 
 

@@ -19,6 +19,7 @@ import hs_cache
 from actors import deploy
 from hs_cache.config import CacheConfig
 from hs_cache.errors import ServiceTimeoutError
+from hs_cache.integrations.affinity import AffinitySettings
 from hs_cache.integrations.serve import router_config
 from hs_cache.router import find_controller
 from tests.builders import CHUNK_SIZE
@@ -67,7 +68,11 @@ class App:
     def store_on(self, node_id: str, token_ids: list[int]) -> None:
         """Rows on that node, which the service's directory knows of."""
         store_on(node_id, self.cache, token_ids, {0: np.ones((len(token_ids), serving.DIM), np.float32)})
-        wait_until(lambda: self.cache.locate(token_ids, 0).get(node_id), "the directory knows")
+        self.wait_for_rows(node_id, token_ids)
+
+    def wait_for_rows(self, node_id: str, token_ids: list[int]) -> None:
+        """Until the service's directory knows that they are there."""
+        wait_until(lambda: self.cache.locate(token_ids, 0).get(node_id) == len(token_ids), "the directory knows")
 
     def wait_for_router(self) -> None:
         """Until it asks the cache."""
@@ -102,17 +107,17 @@ def start(service: str) -> None:
     wait_until(started, "the service runs", timeout_s=180)
 
 
-def run(http: int, service: str, seconds: float = 0.0, **settings: Any) -> App:
+def run(http: int, service: str, seconds: float = 0.0, timeout_s: float = 2.0, **settings: Any) -> App:
+    """An application; 2 s are for what takes milliseconds on an idle machine."""
     name, model = f"a-{uuid.uuid4().hex[:8]}", uuid.uuid4().hex
-    config = router_config(**{"service": service, "model": model, "layers": [0], "timeout_s": 2.0, **settings})
+    config = router_config(**{"service": service, "model": model, "layers": [0], "timeout_s": timeout_s, **settings})
     serve.run(serving.application(service, model, seconds, config), name=name, route_prefix=f"/{name}")
     return App(f"http://127.0.0.1:{http}/{name}", service, model)
 
 
 @pytest.fixture(scope="module")
 def app(http: int, service: str) -> Iterator[App]:
-    """Without a memory of its own, so that only what is stored decides; and 2 s for what takes milliseconds on an idle
-    machine."""
+    """Without a memory of its own, so that only what is stored decides."""
     running = run(http, service, remember_s=0, spread=0)
     running.wait_for_router()
     yield running
@@ -149,14 +154,15 @@ def test_calls_that_serve_one_http_request_are_routed_one_by_one(app: App, nodes
 
 
 def test_conversations_stay_where_they_began(app: App, nodes: Nodes) -> None:
-    conversations = [make_prompt(128) for _ in range(6)]
-    homes = app.nodes_of(conversations)
-    assert len(set(homes)) == 3
-    for _ in range(2):
-        for prompt, home in zip(conversations, homes, strict=True):
-            wait_until(lambda: app.cache.locate(prompt["token_ids"], 0).get(home), "the directory knows")  # noqa: B023
+    homes = [*nodes, *nodes]
+    conversations = [make_prompt(128) for _ in homes]
+    for prompt, home in zip(conversations, homes, strict=True):
+        app.store_on(home, prompt["token_ids"])
+    for _ in range(3):  # each turn is stored by the replica that it went to
         conversations = [make_prompt(32, after=prompt["token_ids"]) for prompt in conversations]
         assert [app.nodes_of([prompt])[0] for prompt in conversations] == homes
+        for prompt, home in zip(conversations, homes, strict=True):
+            app.wait_for_rows(home, prompt["token_ids"])
 
 
 def test_salts_of_prompts_are_told_apart(app: App, nodes: Nodes) -> None:
@@ -204,6 +210,18 @@ def test_prompts_can_be_found_by_a_function_of_ones_own(http: int, service: str,
     assert [app.post(text)["node"] for _ in range(3)] == [nodes.two] * 3
     answer = app.post([make_prompt()])  # a dict is no text: the function raises, the request doesn't
     assert answer[0]["node"] in nodes
+    serve.delete(app.url.rsplit("/", 1)[-1])
+
+
+def test_with_the_timeout_that_is_the_default_requests_arrive_and_prefixes_are_found(
+    http: int, service: str, nodes: Nodes
+) -> None:
+    app = run(http, service, timeout_s=AffinitySettings().timeout_s, remember_s=0)
+    prompt = make_prompt(stored=False)
+    app.store_on(nodes.two, prompt["token_ids"])
+    wait_until(  # on a busy machine not every time
+        lambda: app.nodes_of([prompt]) == [nodes.two] and app.routed()["prefix"], "a prefix is found", timeout_s=180
+    )
     serve.delete(app.url.rsplit("/", 1)[-1])
 
 

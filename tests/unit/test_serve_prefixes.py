@@ -188,6 +188,22 @@ def test_after_trouble_another_client_is_connected(
     assert caplog.text.count("are routed by prefixes") == 1
 
 
+def test_while_there_is_no_service_it_is_looked_for_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        service, finder = Service(monkeypatch), make_finder()
+        await connected(finder)
+        service.error = ServiceError("it is gone")
+        for _ in range(3):
+            due(finder)
+            before = time.monotonic()
+            assert await found(finder, service) is None
+            await until(lambda: finder._task is None)
+            assert await found(finder, service) is None
+            assert finder._due >= before + prefixes._RETRIED_S
+
+    asyncio.run(scenario())
+
+
 def test_whoever_is_late_costs_timeout_s_and_no_other_client(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         service, finder = Service(monkeypatch), make_finder(timeout_s=0.05)
