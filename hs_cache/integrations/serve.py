@@ -153,7 +153,8 @@ class PrefixAffinityRouter(FIFOMixin, LocalityMixin, MultiplexMixin, RequestRout
 
     def _check_serve(self) -> None:
         lengths = getattr(self, OF_ROUTER[0], None)
-        missing = [name for name in OF_ROUTER if not hasattr(self, name)]
+        theirs = super()  # without what is defined here
+        missing = [name for name in OF_ROUTER if not hasattr(theirs, name)]
         missing += [f"{OF_ROUTER[0]}.{name}" for name in OF_QUEUE_LENGTHS if not hasattr(lengths, name)]
         if missing:
             raise HiddenStateCacheError(f"the request routers of ray {ray.__version__} have no {', '.join(missing)}")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorUnavailableError
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, RequestMetadata
+from ray.serve._private.request_router.common import ReplicaQueueLengthCache
 from ray.serve.request_router import PendingRequest, ReplicaID
 
 from hs_cache.integrations import serve
@@ -189,27 +190,36 @@ def test_requests_arrive_though_a_function_of_ones_own_raises() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("name", serve.OF_ROUTER)
-def test_with_another_serve_an_error_is_logged_and_requests_arrive(
+def without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if Ray had no such thing."""
+    for owner in (*PrefixAffinityRouter.__mro__[1:], ReplicaQueueLengthCache):
+        if name in vars(owner):
+            monkeypatch.delattr(owner, name)
+
+
+@pytest.mark.parametrize("name", [*serve.OF_ROUTER, *serve.OF_QUEUE_LENGTHS])
+def test_what_a_ray_lacks_is_named_and_prefixes_play_no_part(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(serve, "OF_ROUTER", ("replica_queue_len_cache", f"{name}_of_another_ray"))
+    async def scenario() -> None:
+        deployment = Deployment()
+        without(name, monkeypatch)
+        deployment.router.initialize_state()
+        assert deployment.router._finder is None
+
+    asyncio.run(scenario())
+    assert caplog.text.count("is routed without regard to prefixes: the request routers of ray") == 1
+    assert name in caplog.text
+
+
+@pytest.mark.parametrize("name", ["apply_locality_routing", "apply_multiplex_routing", "replica_queue_len_cache"])
+def test_requests_arrive_with_a_ray_that_lacks_something(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    without(name, monkeypatch)
 
     async def scenario() -> None:
         deployment = Deployment()
         assert [await deployment.post([1] * 32) in NODES for _ in range(3)] == [True] * 3
         assert deployment.routed() == {}
-
-    asyncio.run(scenario())
-    assert f"have no {name}_of_another_ray" in caplog.text
-
-
-def test_what_is_used_of_serve_is_there() -> None:
-    async def scenario() -> None:
-        router = Deployment().router
-        assert [name for name in serve.OF_ROUTER if not hasattr(router, name)] == []
-        lengths = router.replica_queue_len_cache
-        assert [name for name in serve.OF_QUEUE_LENGTHS if not hasattr(lengths, name)] == []
 
     asyncio.run(scenario())
 
