@@ -3,14 +3,15 @@
 import asyncio
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sized
+from functools import partial
 from typing import Any
 
 from hs_cache.client import AsyncHiddenStateCache
 from hs_cache.effects import Budget
 from hs_cache.errors import ServiceTimeoutError
 from hs_cache.integrations.affinity import AffinitySettings, Demand, Prompt
-from hs_cache.keys import KeySpace, TokenDatabase, normalise_token_ids
+from hs_cache.keys import ChunkKeys, KeySpace, TokenDatabase, normalise_token_ids
 from hs_cache.kv_names import kv_naming
 from hs_cache.messages import RevisionTable
 from hs_cache.revisions import Revisions
@@ -31,6 +32,9 @@ _RENEWED_S, _RETRIED_S = 60.0, 1.0
 """How often the current revision is asked for; and after how long what failed is tried again."""
 
 _RENEWAL_TIMEOUT_S = 10.0
+
+_INLINE_TOKENS = 65_536
+"""Naming the chunks of more takes milliseconds, in which no other request of the event loop could be routed."""
 
 
 class PrefixFinder:
@@ -56,7 +60,8 @@ class PrefixFinder:
             self._task = asyncio.get_running_loop().create_task(self._renew())
 
     async def find(self, prompt: Prompt, nodes: Collection[str]) -> Demand | None:
-        """Where the prompt is, of those nodes; None when nobody can say. Takes no longer than ``timeout_s``.
+        """Where the prompt is, of those nodes; None when nobody can say. Takes no longer than ``timeout_s``, and what
+        naming its chunks takes.
 
         Raises:
             InvalidInputError: the prompt can't be one; or whatever else its tokens raise when they are read.
@@ -65,8 +70,9 @@ class PrefixFinder:
         cache, settings = self._cache, self._settings
         if cache is None:
             return None
-        token_ids = normalise_token_ids(prompt.token_ids)
-        keys = self._database(cache, prompt).chunk_keys(token_ids, mm_spans=prompt.mm_spans)
+        name = partial(self._keys, cache, prompt)
+        size = len(prompt.token_ids) if isinstance(prompt.token_ids, Sized) else 0
+        keys, num_tokens = await asyncio.to_thread(name) if size > _INLINE_TOKENS else name()
         prefixes: dict[str, int] = {}
         if len(keys):
             asked = cache.locate(
@@ -85,13 +91,15 @@ class PrefixFinder:
             if not prefixes and time.monotonic() < self._trouble_until:
                 return None  # it may be nowhere, or where nobody is asked now
             self._well()
-        return Demand(len(token_ids), keys, prefixes)
+        return Demand(num_tokens, keys, prefixes)
 
-    def _database(self, cache: AsyncHiddenStateCache, prompt: Prompt) -> TokenDatabase:
+    def _keys(self, cache: AsyncHiddenStateCache, prompt: Prompt) -> tuple[ChunkKeys, int]:
         config = cache.config
         fields: dict[str, Any] = {**self._settings.space, "model_revision": self._revision, **dict(prompt.identity)}
         space = KeySpace(**fields, chunk_size=config.chunk_size)
-        return TokenDatabase(space, save_unfull_chunk=config.save_unfull_chunk, kv_naming=kv_naming(config, space))
+        token_ids = normalise_token_ids(prompt.token_ids)
+        database = TokenDatabase(space, save_unfull_chunk=config.save_unfull_chunk, kv_naming=kv_naming(config, space))
+        return database.chunk_keys(token_ids, mm_spans=prompt.mm_spans), len(token_ids)
 
     def _in_trouble(self, error: Exception) -> None:
         if not self._outdated and not isinstance(error, ServiceTimeoutError | asyncio.TimeoutError):

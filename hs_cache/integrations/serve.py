@@ -108,6 +108,7 @@ class _Request:
         outcome: why there is none; None before.
         ranked: `demand`, with what was remembered when replicas were ranked.
         assigned: where it goes, until Serve counts it there.
+        tries: how often replicas were chosen for it; more than once where none had room.
     """
 
     pending: "weakref.ref[PendingRequest]"
@@ -115,6 +116,13 @@ class _Request:
     outcome: Outcome | None = None
     ranked: Demand | None = None
     assigned: ReplicaID | None = None
+    tries: int = 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether no replica had room for it, and it is still to be sent."""
+        pending = self.pending()
+        return self.tries > 1 and pending is not None and not pending.future.done()
 
 
 class PrefixAffinityRouter(FIFOMixin, LocalityMixin, MultiplexMixin, RequestRouter):
@@ -171,6 +179,7 @@ class PrefixAffinityRouter(FIFOMixin, LocalityMixin, MultiplexMixin, RequestRout
         if self._finder is not None and pending_request is not None:
             with self._unless_it_fails("routing them"):
                 request = self._known(pending_request)
+                request.tries += 1
                 if request.demand is None and request.outcome is None:
                     await self._find(request, pending_request, self._finder)
                 if request.demand is not None:
@@ -235,9 +244,12 @@ class PrefixAffinityRouter(FIFOMixin, LocalityMixin, MultiplexMixin, RequestRout
     def _get_pending_request_matching_metadata(self, request_metadata: Any = None) -> PendingRequest | None:
         """The very request that a replica was chosen for.
 
-        Serve's own way is the one that waits longest, which may have its prefix elsewhere.
+        Serve's own way is the one that waits longest, which may have its prefix elsewhere. But where replicas are full,
+        and requests wait, whoever waits longest looks least often, so the next slot is for that one.
         """
         request = self._requests.get(id(request_metadata))
+        if any(other.waits for other in self._requests.values()):
+            request = None
         pending = None if request is None else request.pending()
         if pending is not None and pending.metadata is request_metadata and not pending.future.done():
             return pending

@@ -1,6 +1,7 @@
 """How the Serve router's client finds prompts: all salts at once, other revisions, trouble. Nodes by plain calls."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -251,6 +252,27 @@ def test_connecting_is_tried_again_whatever_it_raised_and_leaves_no_session(monk
     asyncio.run(scenario())
 
 
+def test_a_huge_prompt_is_named_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        Service(monkeypatch)
+        finder = make_finder()
+        await connected(finder)
+        threads = []
+        named = finder._keys
+
+        def name(*args: Any) -> Any:
+            threads.append(threading.current_thread() is threading.main_thread())
+            return named(*args)
+
+        monkeypatch.setattr(finder, "_keys", name)
+        monkeypatch.setattr(prefixes, "_INLINE_TOKENS", 32)
+        for size in (32, 33):
+            assert await finder.find(Prompt(list(range(size))), ()) is not None
+        assert threads == [True, False]
+
+    asyncio.run(scenario())
+
+
 def test_a_prompt_that_is_none_is_refused_and_one_without_a_chunk_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         service, finder = Service(monkeypatch), make_finder()
@@ -258,7 +280,7 @@ def test_a_prompt_that_is_none_is_refused_and_one_without_a_chunk_asks_nobody(mo
         service.error = ServiceError("it is gone")
         assert await finder.find(Prompt(TOKENS[: CHUNK_SIZE - 1]), ()) == Demand(
             CHUNK_SIZE - 1,
-            finder._database(finder._cache, prompt_of()).chunk_keys([]),
+            finder._keys(finder._cache, Prompt([]))[0],
             {},  # type: ignore[arg-type]
         )
         with pytest.raises(InvalidInputError, match="token_ids"):

@@ -121,6 +121,38 @@ def test_asked_are_the_nodes_of_the_replicas_and_the_longest_prefix_wins() -> No
     asyncio.run(scenario())
 
 
+def test_where_all_are_full_the_oldest_goes_first() -> None:
+    async def scenario() -> None:
+        deployment = Deployment(Finder({"n0": 64}), num_replicas=1, remember_s=0)
+        (replica,) = deployment.replicas
+        replica.max_ongoing_requests = replica.queue_len = 1
+        deployment.router.on_new_queue_len_info(replica.replica_id, 1)
+        order: list[int] = []
+
+        async def send(number: int) -> None:
+            pending = deployment.pending({"token_ids": [number] * 80})
+            chosen = await asyncio.wait_for(deployment.router._choose_replica_for_request(pending), ANSWER_S)
+            order.append(number)
+            deployment.router.on_send_request(chosen.replica_id)
+            await asyncio.sleep(0.02)
+            deployment.router.on_request_routed(pending, chosen.replica_id, None)  # type: ignore[arg-type]
+            deployment.router.decrement_queue_len_cache(chosen.replica_id)
+
+        waiting = [asyncio.create_task(send(number)) for number in range(3)]
+        await asyncio.sleep(0.5)  # they have been refused, and look less and less often
+        assert order == []
+        newcomers = []
+        for number in range(3, 12):
+            newcomers.append(asyncio.create_task(send(number)))
+            await asyncio.sleep(0.01)
+            if number == 3:
+                deployment.router.decrement_queue_len_cache(replica.replica_id)
+        await asyncio.gather(*waiting, *newcomers)
+        assert order[:3] == [0, 1, 2]
+
+    asyncio.run(scenario())
+
+
 class Broken(Sequence[int]):
     """Tokens whose store is gone."""
 
