@@ -29,7 +29,7 @@ from hs_cache.rows import Flat
 from hs_cache.session import Session
 
 SHARE_OF_FREE = 4
-"""A canary takes at most one part in so many of what is free, so that nothing has to be evicted for it."""
+"""A canary takes at most one part in so many of what is free, which leaves room to those who store meanwhile."""
 
 _PINGS = 20
 _READS = 3
@@ -161,6 +161,7 @@ class Probe:
                 specs=(LayerSpec(_LAYER, canary.nbytes, _DTYPE),),
                 kv_local=False,
                 keep=True,
+                evict=False,
             )
             done = yield from self._session.write(link, request, _Content(canary), NO_DEVICES, budget)
             return done.stored == 1

@@ -43,9 +43,8 @@ def doctor(*, service: str = "default", address: str | None = None, timeout_s: f
     """Check a cluster and a service on it, from every node: what is installed, what it runs with, who answers whom.
 
     On each node that is alive short-lived workers look around. Where four times as much is free in the pool, a few MiB
-    are stored in a key space of their own, read from every node, compared and dropped; so nothing is evicted for them,
-    unless others fill the pool at that very moment. Blocks for some seconds, and for a few times `timeout_s` where much
-    doesn't answer.
+    are stored in a key space of their own, read from every node, compared and dropped; nothing is evicted for them.
+    Blocks for some seconds, and for a few times `timeout_s` where much doesn't answer.
 
     Args:
         service: the service's name. One that doesn't run is a failed check; the nodes are looked at all the same.

@@ -4,6 +4,7 @@
 and codes come. Nothing is kept from one request to the next but the cache, so any ingress can serve any turn.
 """
 
+import asyncio
 import base64
 import binascii
 import hashlib
@@ -37,6 +38,10 @@ from .thinker_stage import ThinkerStage
 logger = logging.getLogger("ray.serve")
 
 _ATTEMPTS = 3
+_FIRST_LINE_S = 60.0
+"""For the first line, and so for a stage that is still starting."""
+
+_UNAVAILABLE = "the turn could not be answered, try again later"
 _MAX_PROMPT_TOKENS = 16_384
 
 api = FastAPI(title="Qwen3-Omni, thinker and talker")
@@ -135,6 +140,10 @@ def _samples(number: int, encoded: str) -> NDArray[np.int16]:
         raise HTTPException(422, f"messages[{number}].content: {error}") from error
 
 
+def _unavailable() -> HTTPException:
+    return HTTPException(503, _UNAVAILABLE, {"Retry-After": "5"})
+
+
 def _line(name: str, value: Any) -> str:
     return json.dumps({name: value}) + "\n"
 
@@ -156,9 +165,21 @@ class Chat:
 
     @api.post("/chat")
     async def chat(self, request: ChatRequest) -> StreamingResponse:
-        """Answer a turn; lines of JSON with ``text``, ``codes``, and at the end ``done`` or ``error``."""
-        prompt = make_prompt(self._system_prompt, request.messages)
-        return StreamingResponse(self._lines(prompt, request), media_type="application/x-ndjson")
+        """Answer a turn; lines of JSON with ``text``, ``codes``, and at the end ``done`` or ``error``. 503 if there is
+        not even a first one.
+        """
+        lines = self._lines(make_prompt(self._system_prompt, request.messages), request)
+        try:
+            first = await asyncio.wait_for(anext(lines), _FIRST_LINE_S)
+        except asyncio.TimeoutError as error:
+            raise _unavailable() from error
+
+        async def stream() -> AsyncIterator[str]:
+            yield first
+            async for line in lines:
+                yield line
+
+        return StreamingResponse(stream(), media_type="application/x-ndjson")
 
     async def _lines(self, prompt: Prompt, request: ChatRequest) -> AsyncIterator[str]:
         started = time.perf_counter()
@@ -179,7 +200,9 @@ class Chat:
             except (RayError, RayServeException) as error:
                 logger.warning("attempt %d at a turn failed: %s", attempt, error)
                 use_cache = use_cache and attempt < _ATTEMPTS - 1
-        yield _line("error", "the turn could not be answered, try again later")
+        if not any(sent.values()):
+            raise _unavailable()
+        yield _line("error", _UNAVAILABLE)
 
     async def _events(self, prompt: Prompt, request: ChatRequest, use_cache: bool) -> AsyncIterator[tuple[str, Any]]:
         thought: Thought | None = None

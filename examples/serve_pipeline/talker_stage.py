@@ -64,7 +64,7 @@ class TalkerStage:
         try:
             suffix = (await asyncio.wait_for(thought.suffix, _ROWS_TIMEOUT_S)).unpack(self._dtype)
         except (ray.exceptions.RayError, asyncio.TimeoutError) as error:
-            raise RowsLostError("the rows that the thinker computed are gone with it") from error
+            raise RowsLostError(f"the rows that the thinker computed are gone: {type(error).__name__}") from error
         if thought.prefix is None:
             return dict(suffix)
         hit = await thought.prefix

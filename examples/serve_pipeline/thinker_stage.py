@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_HANDED_ON_S = 30.0
 _HOLDER_TIMEOUT_S = 5.0
 """A holder that doesn't answer in time costs a prefill, not a request."""
 
@@ -55,13 +58,14 @@ class ThinkerStage:
         self._dtype = getattr(torch, settings.dtype)
         self._who = Whereabouts.here()
         self._thread = ThreadPoolExecutor(1, initializer=prepare_torch)
-        cache = await hs_cache.aconnect(settings.cache, **settings.key_space, engine=ENGINE)
+        cache = await join_cache(settings)
         if cache is None:
             raise RuntimeError("the configuration in the environment says enable_hidden_state_cache: false")
         self._cache = cache
         self._holder = await asyncio.to_thread(start_holder, self._who.node, settings.kv_bytes, **settings.key_space)
         self._model = await self._compute(self._build)
         self._saving: set[asyncio.Task[None]] = set()
+        self._handed_on: deque[tuple[float, Thought]] = deque()
 
     async def think(self, request: ThinkRequest) -> AsyncIterator[int | Thought]:
         """Answer a prompt: its tokens one by one, and then the `Thought`."""
@@ -88,7 +92,9 @@ class ThinkerStage:
             await saving
         suffix = await asyncio.to_thread(ray.put, Rows.pack(start, concatenate(steps)))
         moved = start - restored.num_local * self._cache.chunk_size
-        yield Thought(tuple(reply), start, moved, restored.prefix, suffix, self._who)
+        thought = Thought(tuple(reply), start, moved, restored.prefix, suffix, self._who)
+        self._hand_on(thought)
+        yield thought
 
     async def _restore(self, prompt: Prompt, keys: Sequence[bytes]) -> _Restored:
         """As far as there are rows *and* KV: what has KV but no rows must be prefilled again, for the talker."""
@@ -129,23 +135,31 @@ class ThinkerStage:
         KV goes first, since a store says that there is KV. Generated tokens wait until the next turn prefills them:
         decoding steps have another shape and other last bits.
         """
-        size = self._cache.chunk_size
-        if not chunks:
-            return
-        packed = [chunk.contiguous().view(torch.uint8).numpy() for chunk in chunks]
-        held = await answer_of(self._holder.save.remote(keys[restored.num_local :], packed))
-        whole = (restored.num_local + (held or 0)) * size
-        start = len(restored.chunks) * size
-        if whole <= start:
-            return
-        first = restored.num_local * size
-        if first < start and restored.prefix is not None:
-            hit = await restored.prefix
-            if hit.num_tokens >= start:
-                moved = {layer: hit[layer][first:start] for layer in STORED_LAYERS}
-                await self._cache.store(prompt.token_ids[:start], moved, token_offset=first, mm_spans=prompt.mm_spans)
-        new_rows = {layer: layer_rows[: whole - start] for layer, layer_rows in rows.items()}
-        await self._cache.store(prompt.token_ids[:whole], new_rows, token_offset=start, mm_spans=prompt.mm_spans)
+        size, spans = self._cache.chunk_size, prompt.mm_spans
+        held = restored.num_local
+        if chunks:
+            packed = [chunk.contiguous().view(torch.uint8).numpy() for chunk in chunks]
+            held += await answer_of(self._holder.save.remote(keys[held:], packed)) or 0
+        start, whole = len(restored.chunks) * size, held * size
+        if restored.prefix is not None:
+            there = await self._cache.locate(
+                prompt.token_ids[:start], STORED_LAYERS, mm_spans=spans, nodes=[self._who.node]
+            )
+            first, end = there.get(self._who.node, 0), min(start, whole)
+            hit = await restored.prefix if first < end else hs_cache.PrefixHit()
+            if first < end <= hit.num_tokens:  # they came from another node
+                moved = {layer: hit[layer][first:end] for layer in STORED_LAYERS}
+                await self._cache.store(prompt.token_ids[:end], moved, token_offset=first, mm_spans=spans)
+        if whole > start:
+            new_rows = {layer: layer_rows[: whole - start] for layer, layer_rows in rows.items()}
+            await self._cache.store(prompt.token_ids[:whole], new_rows, token_offset=start, mm_spans=spans)
+
+    def _hand_on(self, thought: Thought) -> None:
+        """Keep what a thought refers to until others have references: Serve drops this one when it has sent it."""
+        now = time.monotonic()
+        while self._handed_on and self._handed_on[0][0] < now:
+            self._handed_on.popleft()
+        self._handed_on.append((now + _HANDED_ON_S, thought))
 
     async def _compute(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
@@ -166,6 +180,14 @@ class ThinkerStage:
 
     def _step(self, token: int, position: int, kv: DynamicCache) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         return self._model.forward(self._model.embed((), (token,)), position, kv)
+
+
+async def join_cache(settings: PipelineSettings) -> hs_cache.AsyncHiddenStateCache | None:
+    """A client of the service; one that has to be started gets the pipeline's settings, one that runs keeps its own."""
+    try:
+        return await hs_cache.aconnect(settings.cache, **settings.key_space, engine=ENGINE)
+    except hs_cache.ConfigMismatchError:
+        return await hs_cache.aconnect(**settings.key_space, engine=ENGINE)
 
 
 def prepare_torch() -> None:
