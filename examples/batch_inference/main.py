@@ -15,6 +15,7 @@ answer.
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import sys
 import uuid
@@ -40,8 +41,8 @@ GROUPS_PER_WORKER = 8
 
 
 @dataclass(frozen=True)
-class Options:
-    """The command line; `parse` says what each is."""
+class Settings:
+    """The command line; `parse` says what is what."""
 
     prompts: Path
     output: Path
@@ -64,20 +65,22 @@ class Options:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line, check prompts and output, and run what isn't finished yet. Returns the exit code."""
-    options = parse(arguments)
+    settings = parse(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr is: no name or reason may end the job
     console = Console(soft_wrap=True, highlight=False, markup=False)
     try:
-        model = load_model(options.model)
-        chunk_size = hs_cache.CacheConfig.load(options.cache_config).chunk_size
-        file = read_prompts(options.prompts, skip_bad_lines=options.skip_bad_lines)
-        wanted = file.prompts[: options.limit]
-        identity = RunIdentity(model.model, model.revision, options.reply_tokens, file.digest)
+        model = load_model(settings.model)
+        hs_cache.CacheConfig.load(settings.cache_config)  # what is wrong with it is said before anything is changed
+        file = read_prompts(settings.prompts, skip_bad_lines=settings.skip_bad_lines)
+        wanted = file.prompts[: settings.limit]
+        identity = RunIdentity(model.model, model.revision, settings.reply_tokens, file.digest)
         output = Output(
-            options.output,
+            settings.output,
             identity,
-            part_rows=options.part_rows,
+            part_rows=settings.part_rows,
             ids=[prompt.id for prompt in file.prompts],
-            retry_errors=options.retry_errors,
+            retry_errors=settings.retry_errors,
         )
     except (PromptsError, OutputError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -86,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"note: {line}")
     with output:
         try:
-            return run(options, model, chunk_size, wanted, output, console)
+            return run(settings, model, wanted, output, console)
         except hs_cache.InvalidInputError as error:
             print(f"error: {error}", file=sys.stderr)
             return UNUSABLE
@@ -95,14 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return STOPPED
 
 
-def run(
-    options: Options,
-    model: type[Model],
-    chunk_size: int,
-    wanted: Sequence[Prompt],
-    output: Output,
-    console: Console,
-) -> int:
+def run(settings: Settings, model: type[Model], wanted: Sequence[Prompt], output: Output, console: Console) -> int:
     """Answer those of the prompts that aren't finished, and report."""
     left = [prompt for prompt in wanted if prompt.id not in output.done]
     before = len(wanted) - len(left)
@@ -111,50 +107,54 @@ def run(
     progress = Progress(counts, total=len(wanted), before=before, console=console)
     if left:
         with progress:
-            answer_all(options, model, chunk_size, left, output, counts, progress)
+            answer_all(settings, model, left, output, counts, progress)
     output.flush()
     report(counts, progress.seconds, output, console)
     return SOME_FAILED if output.num_errors else ALL_ANSWERED
 
 
 def answer_all(
-    options: Options,
+    settings: Settings,
     model: type[Model],
-    chunk_size: int,
     prompts: Sequence[Prompt],
     output: Output,
     counts: Counts,
     progress: Progress,
 ) -> None:
-    """Run workers until something has become of every prompt.
-
-    Args:
-        chunk_size: where there is no service, which has its own.
-    """
-    clients = [connect(options, model)]  # joins the cluster, or starts Ray on this machine
-    num_workers = min(options.num_workers or num_nodes(options), len(prompts))
-    clients += [connect(options, model) for _ in range(num_workers - 1)]
-    if clients[0] is not None:
-        chunk_size = clients[0].chunk_size
+    """Run workers until something has become of every prompt."""
+    clients = [connect(settings, model)]  # joins the cluster, or starts Ray on this machine
+    num_workers = min(settings.num_workers or num_nodes(settings), len(prompts))
+    clients += [connect(settings, model) for _ in range(num_workers - 1)]
+    source = clients[0] or hs_cache.CacheConfig.load(settings.cache_config)  # no client where it says that it is off
+    chunk_size = source.chunk_size
     most = math.ceil(len(prompts) / (num_workers * GROUPS_PER_WORKER))
     groups = group_prompts(prompts, shared_characters=chunk_size, most=most)
     progress.say(f"{len(prompts)} to answer, in {len(groups)} groups that begin alike, by {num_workers} workers")
 
     def start(number: int) -> Any:
-        cache = None if options.no_cache else clients[number]
+        cache = None if settings.no_cache else clients[number]
         return (
             ray.remote(Worker)
             .options(
-                num_cpus=options.worker_cpus,
-                num_gpus=options.worker_gpus,
+                num_cpus=settings.worker_cpus,
+                num_gpus=settings.worker_gpus,
                 scheduling_strategy="SPREAD",
                 max_restarts=0,
             )
-            .remote(options.model, cache, chunk_size, options.reply_tokens)
+            .remote(settings.model, cache, chunk_size, settings.reply_tokens)
         )
 
     def answered(prompt: Prompt, answer: Answer) -> None:
-        output.add(Row(prompt.id, **vars(answer)))
+        output.add(
+            Row(
+                prompt.id,
+                answer.reply,
+                answer.reply_token_ids,
+                answer.prompt_tokens,
+                answer.skipped_tokens,
+                answer.embedding,
+            )
+        )
         counts.answered += 1
         counts.hits += answer.skipped_tokens > 0
         counts.prompt_tokens += answer.prompt_tokens
@@ -165,28 +165,28 @@ def answer_all(
         output.add(Row(prompt.id, error=reason))
         counts.failed += 1
 
-    schedule = Schedule(groups, num_workers, options.attempts)
-    limits = Limits(prompt_s=options.prompt_timeout_s, start_s=options.start_timeout_s)
+    schedule = Schedule(groups, num_workers, settings.attempts)
+    limits = Limits(prompt_s=settings.prompt_timeout_s, start_s=settings.start_timeout_s)
     with Crew(start, num_workers, schedule, limits, answered=answered, gave_up=gave_up, say=progress.say) as crew:
         crew.run(progress.update)
 
 
-def connect(options: Options, model: type[Model]) -> hs_cache.HiddenStateCache | None:
+def connect(settings: Settings, model: type[Model]) -> hs_cache.HiddenStateCache | None:
     """A client for one worker, and for whoever takes its place: an engine of its own, since its KV is its own."""
     return hs_cache.connect(
-        options.cache_config,
-        service=options.service,
+        settings.cache_config,
+        service=settings.service,
         model=model.model,
         model_revision=model.revision,
         engine=f"batch-{uuid.uuid4().hex[:12]}",
     )
 
 
-def num_nodes(options: Options) -> int:
+def num_nodes(settings: Settings) -> int:
     """Nodes that have room for a worker; at least one."""
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     totals = [node["Resources"] for node in nodes if node["Alive"]]
-    needed = {"CPU": options.worker_cpus, "GPU": options.worker_gpus}
+    needed = {"CPU": settings.worker_cpus, "GPU": settings.worker_gpus}
     return max(1, sum(all(total.get(kind, 0) >= count for kind, count in needed.items()) for total in totals))
 
 
@@ -205,7 +205,7 @@ def report(counts: Counts, seconds: float, output: Output, console: Console) -> 
     console.print(f"{parts[0].parent}: {len(parts)} {kind} with {len(output.done)} rows{failed}")
 
 
-def parse(arguments: Sequence[str] | None) -> Options:
+def parse(arguments: Sequence[str] | None) -> Settings:
     """The command line; what is wrong with it ends the process with exit code 2."""
     parser = argparse.ArgumentParser(
         description="Answers and embeds a file of prompts on a Ray cluster, and goes on where it was ended."
@@ -241,7 +241,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--no-cache", action="store_true", help="restore nothing; the results must be the same")
     parser.add_argument("--skip-bad-lines", action="store_true", help="go on without lines that can't be used")
     parser.add_argument("--retry-errors", action="store_true", help="try again what has an error row")
-    return Options(**vars(parser.parse_args(arguments)))
+    return Settings(**vars(parser.parse_args(arguments)))
 
 
 def absolute(text: str) -> Path:

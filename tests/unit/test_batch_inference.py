@@ -1,10 +1,13 @@
 """The parts of the batch job that need no Ray: prompts, who answers them, and what is kept of a run that is killed."""
 
+import dataclasses
+import errno
 import importlib.util
 import io
 import json
 import random
 import re
+import resource
 import shutil
 import sys
 from collections.abc import Iterator
@@ -27,9 +30,11 @@ def batch() -> Iterator[SimpleNamespace]:
     """The example's modules, imported as the script imports them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EXAMPLE))
-        from batch import model, output, progress, prompts, schedule
+        from batch import crew, model, output, progress, prompts, schedule
 
-        yield SimpleNamespace(model=model, output=output, progress=progress, prompts=prompts, schedule=schedule)
+        yield SimpleNamespace(
+            crew=crew, model=model, output=output, progress=progress, prompts=prompts, schedule=schedule
+        )
 
 
 @pytest.fixture(scope="module")
@@ -390,7 +395,7 @@ def test_a_directory_of_something_else_is_refused_and_left_alone(batch: SimpleNa
     with pytest.raises(batch.output.OutputError, match=r"no directory of a batch run: no run.json in it, but \.other"):
         open_output(batch, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".other.tmp", "notes.txt"]
-    with pytest.raises(batch.output.OutputError, match="can't be written to: Not a directory"):
+    with pytest.raises(batch.output.OutputError, match="can't be read or written: Not a directory"):
         open_output(batch, tmp_path / "notes.txt" / "out")
 
 
@@ -425,6 +430,224 @@ def test_errors_are_tried_again_when_asked_for(batch: SimpleNamespace, tmp_path:
         assert retried.num_errors == 0
 
 
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ({"reply_token_ids": (2**31,)}, "reply_token_ids: Value 2147483648 too large"),
+        ({"reply_token_ids": (2**70,)}, "reply_token_ids: "),
+        ({"prompt_tokens": "1"}, "prompt_tokens: Could not convert '1'"),
+        ({"reply": None}, "got embedding, id, .*, expected an error, or all of an answer"),
+        ({"error": "no"}, "expected an error, or all of an answer"),
+    ],
+)
+def test_a_row_that_no_part_could_have_is_refused_before_it_is_kept(
+    batch: SimpleNamespace, tmp_path: Path, values: dict[str, Any], complaint: str
+) -> None:
+    row = make_row(batch, 0)
+    with open_output(batch, tmp_path) as output:
+        with pytest.raises(batch.model.AnswerError, match=complaint):
+            output.add(dataclasses.replace(row, **values))
+        assert output.done == set()
+        output.add(row)
+    with open_output(batch, tmp_path) as resumed:
+        assert (resumed.done, resumed.notes) == ({"p0"}, [])
+        resumed.flush()
+        assert [row["id"] for row in rows_of(resumed)] == ["p0"]
+
+
+def test_odd_values_that_are_numbers_and_texts_all_the_same_are_kept(batch: SimpleNamespace, tmp_path: Path) -> None:
+    answer = batch.model.Answer("a\ud800", np.arange(2), np.int32(3), np.uint8(1), np.zeros(0, np.float32))
+    assert type(answer.prompt_tokens) is int
+    with open_output(batch, tmp_path) as output:
+        output.add(batch.output.Row("p0", **vars(answer)))
+        output.add(batch.output.Row("p1", error="can't open '\udcff'"))
+    with open_output(batch, tmp_path) as resumed:
+        resumed.flush()
+        first, second = rows_of(resumed)
+    assert (first["reply"], first["reply_token_ids"], first["prompt_tokens"]) == ("a?", [0, 1], 3)
+    assert (first["embedding"], second["error"]) == ([], "can't open '?'")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"half a li",
+        b"[1]",
+        b'{"id": "p1"}',
+        b'{"id": ["p1"], "embedding": null, "reply": null, "reply_token_ids": null, "prompt_tokens": null, '
+        b'"skipped_tokens": null, "error": "no"}',
+        b'{"id": "p1", "embedding": "AAA=", "reply": "", "reply_token_ids": [], "prompt_tokens": 1, '
+        b'"skipped_tokens": 0, "error": null}',
+        b'{"id": "p1", "embedding": "AAAAAA==", "reply": "", "reply_token_ids": [2147483648], "prompt_tokens": 1, '
+        b'"skipped_tokens": 0, "error": null}',
+    ],
+)
+def test_a_line_of_the_journal_that_is_no_row_is_left_out(batch: SimpleNamespace, tmp_path: Path, line: bytes) -> None:
+    with open_output(batch, tmp_path) as output:
+        output.add(make_row(batch, 0))
+        output.add(make_row(batch, 2))
+    journal = tmp_path / "journal.jsonl"
+    first, second = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(first + line + b"\n" + second)
+    with open_output(batch, tmp_path) as resumed:
+        assert resumed.done == {"p0", "p2"}
+        assert resumed.notes == ["line 2 of journal.jsonl is no row: it is left out"]
+        resumed.flush()
+    with open_output(batch, tmp_path) as again:
+        assert (again.done, again.notes) == ({"p0", "p2"}, [])
+
+
+@pytest.mark.parametrize("limit", [100, 700, 1500])
+def test_a_disk_that_is_full_costs_the_row_that_did_not_fit(batch: SimpleNamespace, tmp_path: Path, limit: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    output = open_output(batch, tmp_path, part_rows=20)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        with output, pytest.raises(OSError, match="File too large"):
+            for number in range(20):
+                output.add(make_row(batch, number))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    output.close()
+    with open_output(batch, tmp_path) as resumed:
+        assert resumed.notes == []
+        assert resumed.done == output.done == set(IDS[: len(output.done)])
+        for number in range(len(resumed.done), 20):
+            resumed.add(make_row(batch, number))
+        resumed.flush()
+        assert sorted(row["id"] for row in rows_of(resumed)) == sorted(IDS)
+
+
+@pytest.mark.parametrize("name", ["journal.jsonl", "run.json", ".part-00000.parquet.tmp", "part-00000.parquet"])
+def test_what_cannot_be_read_is_refused_and_the_directory_let_go(
+    batch: SimpleNamespace, tmp_path: Path, name: str
+) -> None:
+    open_output(batch, tmp_path).close()
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).mkdir()
+    with pytest.raises(batch.output.OutputError, match="can't be read or written: Is a directory"):
+        open_output(batch, tmp_path)
+    (tmp_path / name).rmdir()
+    open_output(batch, tmp_path).close()
+
+
+@pytest.mark.parametrize(
+    ("metadata", "complaint"),
+    [
+        (b"{bad", "belongs to another run"),
+        (b"[1]", "belongs to another run"),
+        (None, "has the columns id, expected id"),
+    ],
+)
+def test_a_part_of_something_else_is_refused(
+    batch: SimpleNamespace, tmp_path: Path, metadata: bytes | None, complaint: str
+) -> None:
+    with open_output(batch, tmp_path, part_rows=1) as output:
+        output.add(make_row(batch, 0))
+    part = tmp_path / "part-00000.parquet"
+    table = pq.read_table(part).select(["id"])
+    if metadata is not None:
+        table = table.replace_schema_metadata({batch.output.METADATA_KEY: metadata})
+    pq.write_table(table, part)
+    with pytest.raises(batch.output.OutputError, match=complaint):
+        open_output(batch, tmp_path)
+
+
+def test_parts_stay_as_they_are_while_one_cannot_be_read(
+    batch: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_output(batch, tmp_path, part_rows=1) as output:
+        output.add(batch.output.Row("p0", error="no"))
+        output.add(make_row(batch, 1))
+        output.add(make_row(batch, 2))
+    (tmp_path / "part-00001.parquet").write_bytes(b"PAR1")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    read = Path.read_bytes
+
+    def stale(path: Path) -> bytes:
+        if path.name == "part-00002.parquet":
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return read(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", stale)
+        with pytest.raises(batch.output.OutputError, match=r"part-00002\.parquet can't be read or written: Stale file"):
+            open_output(batch, tmp_path, retry_errors=True)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    with open_output(batch, tmp_path, retry_errors=True) as resumed:
+        assert resumed.done == {"p2"}
+        assert "part-00001.parquet.unreadable" in resumed.notes[0]
+
+
+# The workers
+
+
+class OddError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("became", "said"),
+    [
+        (OSError("can't open '\udcff.bin'"), "OSError: can't open '?.bin'"),
+        (OddError(), "OddError: <exception str() failed>"),
+        (None, "the model gave NoneType, expected an Answer"),
+    ],
+)
+def test_a_model_that_has_no_answer_says_so_in_plain_text(
+    batch: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, became: Any, said: str
+) -> None:
+    class Odd:
+        def __init__(self, cache: Any, chunk_size: int) -> None:
+            pass
+
+        def answer(self, prompt: Any, reply_tokens: int) -> Any:
+            if isinstance(became, Exception):
+                raise became
+            return became
+
+    monkeypatch.setattr(batch.crew, "load_model", lambda name: Odd)
+    with pytest.raises(batch.model.AnswerError) as caught:
+        batch.crew.Worker("odd", None, 4, 8).answer(make_prompts(batch, "x")[0])
+    assert str(caught.value).endswith(said)
+
+
+def test_an_answer_that_cannot_be_kept_is_a_failed_attempt(
+    batch: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Handle:
+        """Answers at once; what `remote` returns is the result itself."""
+
+        def __getattr__(self, name: str) -> SimpleNamespace:
+            return SimpleNamespace(remote=lambda *prompt: (1, "node") if name == "where" else (name, *prompt))
+
+    ray = SimpleNamespace(
+        wait=lambda refs, num_returns, timeout: (refs[:1], refs[1:]), get=lambda ref, timeout=None: ref, kill=id
+    )
+    monkeypatch.setattr(batch.crew, "ray", ray)
+    heard: list[str] = []
+    given_up: list[tuple[str, str]] = []
+
+    def answered(prompt: Any, answer: Any) -> None:
+        heard.append(prompt.id)
+        if prompt.id == "p0":
+            raise batch.model.AnswerError("reply: no")
+
+    with batch.crew.Crew(
+        lambda number: Handle(),
+        1,
+        make_schedule(batch, [3], 1, max_attempts=2),
+        batch.crew.Limits(60.0, 60.0),
+        answered=answered,
+        gave_up=lambda prompt, reason: given_up.append((prompt.id, reason)),
+        say=lambda line: None,
+    ) as crew:
+        crew.run(lambda: None)
+    assert sorted(heard) == ["p0", "p0", "p1", "p2"]
+    assert given_up == [("p0", "reply: no (tried 2 times)")]
+
+
 # The model and the command line
 
 
@@ -446,6 +669,15 @@ def test_a_model_that_is_none_is_refused(batch: SimpleNamespace, name: str, comp
 def test_an_embedding_of_another_kind_is_refused(batch: SimpleNamespace, embedding: Any) -> None:
     with pytest.raises(ValueError, match=r"embedding: got .*, expected a NumPy array, float32 \[hidden_dim\]"):
         batch.model.Answer("", (), 1, 0, embedding)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("reply", b"a"), ("reply_token_ids", (1.5,)), ("prompt_tokens", "1"), ("skipped_tokens", None)]
+)
+def test_an_answer_of_other_kinds_is_refused(batch: SimpleNamespace, name: str, value: Any) -> None:
+    values = {"reply": "a", "reply_token_ids": (1,), "prompt_tokens": 1, "skipped_tokens": 0, name: value}
+    with pytest.raises(batch.model.AnswerError, match=f"{name}: "):
+        batch.model.Answer(**values, embedding=np.ones(1, np.float32))
 
 
 @pytest.mark.parametrize(
@@ -504,6 +736,22 @@ def test_a_run_that_is_finished_needs_no_ray(
     printed = capsys.readouterr().out
     assert "1 prompts, of which 1 were finished before" in printed
     assert "1 part with 2 rows, 1 of them with an error (--retry-errors tries these again)" in printed
+
+
+def test_a_name_that_is_not_unicode_can_be_printed(
+    batch: SimpleNamespace, main: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_file(tmp_path, {"id": "p0", "prompt": "x"})
+    thinker = batch.model.load_model("batch.tiny_thinker:TinyThinker")
+    digest = batch.prompts.read_prompts(path).digest
+    names = {"model": thinker.model, "revision": thinker.revision, "prompts_sha256": digest, "reply_tokens": 16}
+    with open_output(batch, tmp_path / "out\udcff", **names) as output:
+        output.add(make_row(batch, 0))
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="utf-8"))
+    assert main.main(["--prompts", str(path), "--output", str(tmp_path / "out\udcff")]) == main.ALL_ANSWERED
+    sys.stdout.flush()
+    assert b"out\\udcff: 1 part with 1 rows" in printed.getvalue()
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from hs_cache import HiddenStateCache
 
-from .model import Answer, load_model
+from .model import Answer, AnswerError, load_model
 from .prompts import Prompt
 from .schedule import Schedule
 
@@ -42,8 +43,20 @@ class Worker:
         return os.getpid(), str(ray.get_runtime_context().get_node_id())
 
     def answer(self, prompt: Prompt) -> Answer:
-        """See `batch.model.Model`."""
-        return self._model.answer(prompt, self._reply_tokens)
+        """See `batch.model.Model`.
+
+        Raises:
+            AnswerError: for whatever the model raises. Ray itself ends a worker when an exception has a lone surrogate
+                in its message, and can't pass every kind on.
+        """
+        try:
+            answer = self._model.answer(prompt, self._reply_tokens)
+        except Exception as error:
+            reason = "".join(traceback.format_exception_only(error)).strip()
+            raise AnswerError(reason.encode(errors="replace").decode()) from None
+        if not isinstance(answer, Answer):
+            raise AnswerError(f"the model gave {type(answer).__name__}, expected an Answer")
+        return answer
 
     def close(self) -> None:
         """The KV goes with this process, so nothing should count on it."""
@@ -90,7 +103,7 @@ class Crew:
         num_workers: how many.
         schedule: for as many workers.
         limits: how long to wait.
-        answered: called with a prompt that was answered.
+        answered: called with a prompt and its answer; raises `AnswerError` when that can't be kept.
         gave_up: called with a prompt that was not, and why.
         say: called with a line about what happens to workers.
     """
@@ -186,8 +199,8 @@ class Crew:
     def _hear(self, ref: Any) -> None:
         number, prompt = self._pending[ref]
         try:
-            answer: Answer = ray.get(ref)
-        except RayTaskError as error:
+            self._answered(prompt, ray.get(ref))
+        except (RayTaskError, AnswerError) as error:
             del self._pending[ref]
             self._go_on(number)
             attempts = self._schedule.failed(number, prompt)
@@ -201,7 +214,6 @@ class Crew:
         self._go_on(number)
         self._schedule.answered(number, prompt)
         self._losses = 0
-        self._answered(prompt, answer)
 
     def _go_on(self, number: int) -> None:
         self._members[number].busy_since = time.monotonic()
@@ -249,9 +261,11 @@ def _free() -> str:
     return f"{resources.get('CPU', 0):g} CPUs and {resources.get('GPU', 0):g} GPUs"
 
 
-def _reason(error: RayError) -> str:
-    """In one line; what Ray wraps around it is for its own log."""
-    cause = getattr(error, "cause", None)
+def _reason(error: RayError | AnswerError) -> str:
+    """What Ray wraps around it is for its own log."""
+    cause = getattr(error, "cause", error)
+    if isinstance(cause, AnswerError):
+        return str(cause)
     if isinstance(error, RayTaskError) and isinstance(cause, Exception):
         return f"{type(cause).__name__}: {cause}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import operator
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +15,13 @@ from hs_cache import HiddenStateCache
 from .prompts import Prompt
 
 
+class AnswerError(ValueError):
+    """A model has no answer to a prompt, or none that can be kept; the message says why."""
+
+
 @dataclass(frozen=True)
 class Answer:
-    """What a model makes of one prompt.
+    """What a model makes of one prompt. Integers may be of any kind, such as NumPy's; they become Python's.
 
     Attributes:
         reply: the generated text.
@@ -33,10 +38,22 @@ class Answer:
     embedding: NDArray[np.float32]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.reply, str):
+            raise AnswerError(f"reply: got {type(self.reply).__name__}, expected a string")
+        for name in ("prompt_tokens", "skipped_tokens"):
+            object.__setattr__(self, name, _integers(name, [getattr(self, name)])[0])
+        object.__setattr__(self, "reply_token_ids", _integers("reply_token_ids", self.reply_token_ids))
         if not isinstance(self.embedding, np.ndarray) or self.embedding.dtype != np.float32 or self.embedding.ndim != 1:
             shown = getattr(self.embedding, "dtype", type(self.embedding).__name__)
             shape = list(getattr(self.embedding, "shape", []))
-            raise ValueError(f"embedding: got {shown} {shape}, expected a NumPy array, float32 [hidden_dim]")
+            raise AnswerError(f"embedding: got {shown} {shape}, expected a NumPy array, float32 [hidden_dim]")
+
+
+def _integers(name: str, values: Any) -> tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, values))
+    except TypeError as error:
+        raise AnswerError(f"{name}: {error}") from error
 
 
 class Model(Protocol):

@@ -14,8 +14,8 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +26,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
+
+from .model import AnswerError
 
 METADATA_KEY = b"hs_cache.batch_inference"
 RUN_FILE = "run.json"
@@ -111,27 +113,24 @@ class Output:
         self._part_rows = part_rows
         metadata = {METADATA_KEY: json.dumps(asdict(identity)).encode()}
         self._schema = pa.schema(_FIELDS, metadata=metadata)
-        self._rows: list[Row] = []
+        self._rows: list[pa.Table] = []  # of one row each
         self.done: set[str] = set()
         self.num_errors = 0
         self.notes: list[str] = []
-        try:
+        with _refusing(directory), ExitStack() as held:
             directory.mkdir(parents=True, exist_ok=True)
             _refuse_strange(directory)
-            self._lock = _lock(directory)
-        except OSError as error:
-            raise OutputError(f"--output: {directory} can't be written to: {error.strerror}") from error
-        try:
+            held.callback(os.close, _lock(directory))
             self._claim()
             self._next_part = 1 + max((number for number, _ in self._parts()), default=-1)
             self._read_parts(set(ids), retry_errors)
             unwritten = self._read_journal(set(ids), retry_errors)
-            self._journal = (directory / _JOURNAL).open("ab")
-        except BaseException:
-            os.close(self._lock)
-            raise
-        for row in unwritten:
-            self._take(row)
+            held.callback(self._drop_empty_journal)
+            # Unbuffered: what could not be written must not be tried again when it is closed.
+            self._journal = held.enter_context((directory / _JOURNAL).open("ab", buffering=0))
+            for row in unwritten:
+                self._take(row)
+            self._held = held.pop_all()
 
     def __enter__(self) -> Output:
         return self
@@ -145,12 +144,13 @@ class Output:
         """A prompt is finished. When this returns, the row outlives this process; a part may have been written.
 
         Raises:
+            AnswerError: the row is none that a part could have; nothing was written.
             OSError: it can't be written.
         """
         assert row.id not in self.done
-        self._journal.write(_encode(row))
-        self._journal.flush()
-        self._take(row)
+        table = self._table(vars(row))
+        self._append(_encode(table))
+        self._take(table)
 
     def flush(self) -> None:
         """Write what is in no part yet as one, a shorter one.
@@ -159,8 +159,7 @@ class Output:
             OSError: it can't be written.
         """
         if self._rows:
-            columns = {name: [getattr(row, name) for row in self._rows] for name, _ in _FIELDS}
-            table = pa.Table.from_pydict(columns, schema=self._schema)
+            table = pa.concat_tables(self._rows).combine_chunks()
             self._write(f"part-{self._next_part:05d}.parquet", table)
             self._next_part += 1
             self._rows.clear()
@@ -171,14 +170,14 @@ class Output:
         return [path for _, path in self._parts()]
 
     def close(self) -> None:
-        """Let the directory go. What is in the journal stays there."""
-        if self._journal.closed:
-            return
-        self._journal.close()
+        """Let the directory go, whatever state the disk is in. What is in the journal stays there."""
+        with suppress(OSError):
+            self._held.close()
+
+    def _drop_empty_journal(self) -> None:
         path = self._directory / _JOURNAL
         if path.stat().st_size == 0:
             path.unlink()
-        os.close(self._lock)
 
     def _claim(self) -> None:
         """Check whose directory it is, and make it this run's if it is nobody's."""
@@ -214,53 +213,107 @@ class Output:
         return sorted((int(match[1]), path) for match, path in found if match)
 
     def _read_parts(self, ids: set[str], retry_errors: bool) -> None:
+        """Read and check all of them before any is changed."""
+        damaged: dict[Path, str] = {}
+        with_errors: list[Path] = []
         counts: Counter[str] = Counter()
         for path in self.parts():
+            content = path.read_bytes()  # if not now, then another time: that says nothing against the part
             try:
-                with pq.ParquetFile(path) as file:
-                    metadata = file.schema_arrow.metadata or {}
-                    table = file.read()
-            except (pa.ArrowException, OSError) as error:
-                aside = path.with_name(f"{path.name}.unreadable")
-                path.rename(aside)
-                self.notes.append(f"{path.name} can't be read ({_first_line(error)}): it is {aside.name} now")
+                table = _parse_part(content)
+            except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:  # no disk is in play any more
+                damaged[path] = _first_line(error)
                 continue
-            self._refuse_another(json.loads(metadata.get(METADATA_KEY, b"{}")), path.name)
-            if retry_errors and table["error"].null_count < len(table):
+            self._refuse_foreign(table.schema, path.name)
+            failed = len(table) - table["error"].null_count
+            if failed and retry_errors:
+                with_errors.append(path)
                 table = table.filter(pc.is_null(table["error"]))
-                if len(table):
-                    self._write(path.name, table)
-                else:
-                    path.unlink()
-            self.num_errors += len(table) - table["error"].null_count
+            else:
+                self.num_errors += failed
             counts.update(table["id"].to_pylist())
+        self._refuse_wrong(counts, ids)
+        for path, reason in damaged.items():
+            aside = path.with_name(f"{path.name}.unreadable")
+            path.rename(aside)
+            self.notes.append(f"{path.name} can't be read ({reason}): it is {aside.name} now")
+        for path in with_errors:
+            table = _parse_part(path.read_bytes())
+            table = table.filter(pc.is_null(table["error"]))
+            if len(table):
+                self._write(path.name, table)
+            else:
+                path.unlink()
+        self.done.update(counts)
+
+    def _refuse_foreign(self, schema: pa.Schema, name: str) -> None:
+        try:
+            found = json.loads((schema.metadata or {}).get(METADATA_KEY, b"{}"))
+        except ValueError:
+            found = None
+        self._refuse_another(found if isinstance(found, dict) else {}, name)
+        if not schema.equals(self._schema):
+            raise OutputError(
+                f"--output: {self._directory / name} has the columns {', '.join(schema.names)}, expected "
+                f"{', '.join(self._schema.names)}"
+            )
+
+    def _refuse_wrong(self, counts: Counter[str], ids: set[str]) -> None:
         wrong = [ident for ident, count in counts.items() if count > 1 or ident not in ids]
         if wrong:
             raise OutputError(
                 f"--output: the parts in {self._directory} have id {wrong[0]!r} {counts[wrong[0]]} times, and it is "
                 f"{'one' if wrong[0] in ids else 'none'} of the prompts'; expected each id at most once"
             )
-        self.done.update(counts)
 
-    def _read_journal(self, ids: set[str], retry_errors: bool) -> list[Row]:
+    def _read_journal(self, ids: set[str], retry_errors: bool) -> list[pa.Table]:
         """Its rows that are in no part, and nothing else in it: its last line may be half a line."""
         path = self._directory / _JOURNAL
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-        rows: dict[str, Row] = {}
-        for line in lines:
+        rows: dict[str, pa.Table] = {}
+        for number, line in enumerate(lines, start=1):
             try:
-                row = _decode(line)
-            except (ValueError, KeyError, TypeError):
-                break
-            if row.id in ids and row.id not in self.done and not (retry_errors and row.error is not None):
-                rows.setdefault(row.id, row)
+                row = self._table(_decode(line))
+            except (ValueError, KeyError, TypeError, RecursionError):
+                self.notes.append(f"line {number} of {path.name} is no row: it is left out")
+                continue
+            ident = _value(row, "id")
+            if ident in ids and ident not in self.done and not (retry_errors and _value(row, "error") is not None):
+                rows.setdefault(ident, row)
         with _replacing(path) as temporary:
             temporary.write_bytes(b"".join(map(_encode, rows.values())))
         return list(rows.values())
 
-    def _take(self, row: Row) -> None:
-        self.done.add(row.id)
-        self.num_errors += row.error is not None
+    def _table(self, values: dict[str, Any]) -> pa.Table:
+        """One row as a part has it. What becomes one can be journalled: it can be read back and written, too."""
+        columns = []
+        for name, kind in _FIELDS:
+            value = values[name]
+            if isinstance(value, str):
+                value = value.encode(errors="replace").decode()  # a model may well speak in lone surrogates
+            try:
+                columns.append(pa.array([value], kind))
+            except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
+                raise AnswerError(f"{name}: {_first_line(error)}, expected {kind}") from error
+        given = {name for name, column in zip(self._schema.names, columns, strict=True) if not column.null_count}
+        if given not in ({"id", "error"}, {*self._schema.names} - {"error"}):
+            raise AnswerError(f"got {', '.join(sorted(given))}, expected an error, or all of an answer")
+        return pa.Table.from_arrays(columns, schema=self._schema)
+
+    def _append(self, line: bytes) -> None:
+        """To the journal: all of it, or nothing."""
+        end = os.fstat(self._journal.fileno()).st_size
+        try:
+            while line:
+                line = line[self._journal.write(line) :]
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(self._journal.fileno(), end)
+            raise
+
+    def _take(self, row: pa.Table) -> None:
+        self.done.add(_value(row, "id"))
+        self.num_errors += _value(row, "error") is not None
         self._rows.append(row)
         if len(self._rows) >= self._part_rows:
             self.flush()
@@ -290,6 +343,17 @@ class _replacing:
         _sync(self._temporary)
         self._temporary.replace(self._path)
         _sync(self._path.parent)
+
+
+@contextmanager
+def _refusing(directory: Path) -> Iterator[None]:
+    """Whatever is wrong with a directory when it is opened is an `OutputError`."""
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        where = getattr(error, "filename", None) or directory
+        reason = getattr(error, "strerror", None) or _first_line(error)
+        raise OutputError(f"--output: {where} can't be read or written: {reason}") from error
 
 
 def _sync(path: Path) -> None:
@@ -330,20 +394,31 @@ def _lock(directory: Path) -> int:
     return descriptor
 
 
-def _encode(row: Row) -> bytes:
-    values = asdict(row)
-    if row.embedding is not None:
-        values["embedding"] = base64.b64encode(row.embedding.astype("<f4").tobytes()).decode()
+def _parse_part(content: bytes) -> pa.Table:
+    with pq.ParquetFile(pa.BufferReader(content)) as file:
+        table = file.read()
+    table.validate(full=True)
+    return table
+
+
+def _value(row: pa.Table, name: str) -> Any:
+    return row[name][0].as_py()
+
+
+def _encode(row: pa.Table) -> bytes:
+    values = {name: _value(row, name) for name in row.column_names if name != "embedding"}
+    embedding = row["embedding"][0].values
+    values["embedding"] = None
+    if embedding is not None:
+        values["embedding"] = base64.b64encode(embedding.to_numpy().astype("<f4").tobytes()).decode()
     return json.dumps(values).encode() + b"\n"
 
 
-def _decode(line: bytes) -> Row:
-    values = json.loads(line)
+def _decode(line: bytes) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(line)
     if values["embedding"] is not None:
         values["embedding"] = np.frombuffer(base64.b64decode(values["embedding"]), dtype="<f4").astype(np.float32)
-    if values["reply_token_ids"] is not None:
-        values["reply_token_ids"] = tuple(values["reply_token_ids"])
-    return Row(**values)
+    return values
 
 
 def _first_line(error: Exception) -> str:
