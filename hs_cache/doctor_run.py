@@ -311,12 +311,17 @@ class _Examination:
             pairs = [
                 (reader, owner)
                 for reader, owner in pairs
-                if not found[reader, owner].trouble and self._nodes[owner].canary is CanaryState.STORED
+                if self._may_read(reader, owner) and not found[reader, owner].trouble
             ]
             for (reader, owner), (right, read_s) in self._tried("read", pairs, found).items():
                 trouble = "the rows stored there were not found again" if right is None else ""
                 found[reader, owner] = replace(found[reader, owner], right=right, read_s=read_s, trouble=trouble)
         return [found[pair] for pair in sorted(found)]
+
+    def _may_read(self, reader: str, owner: str) -> bool:
+        """Whether there is something to read, and the reader is not one whose own node's actor serves no clients."""
+        served = reader in self._attached or not self._nodes[reader].has_actors
+        return served and self._nodes[owner].canary is CanaryState.STORED
 
     def _tried(
         self, method: str, pairs: Iterable[tuple[str, str]], found: dict[tuple[str, str], PathFacts]

@@ -121,7 +121,7 @@ def check_actors(facts: ClusterFacts) -> Iterator[Finding]:
     carriers = [node for node in facts.nodes if node.has_actors]
     for node in carriers:
         for kind, trouble, consequence in (
-            ("hidden_states", node.stats_trouble, "its rows are misses, and its clients store nothing"),
+            ("hidden_states", node.stats_trouble, "its rows are misses, and its clients store and read nothing"),
             ("kv", node.kv_trouble, "what it must vouch for is a miss"),
         ):
             if trouble:

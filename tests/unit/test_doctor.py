@@ -406,6 +406,7 @@ class Scripted(doctor_run._Examination):
         self._bad = bad
         self._probes = dict.fromkeys(nodes)
         self._owners = dict.fromkeys(nodes)
+        self._attached = dict.fromkeys(nodes)  # type: ignore[arg-type]
         self._nodes = {node_id: make_node(node_id) for node_id in nodes}
 
     def _tried(self, method: str, pairs: Any, found: dict[tuple[str, str], PathFacts]) -> dict[tuple[str, str], Any]:
@@ -421,6 +422,15 @@ def test_a_reader_that_hangs_ends_nothing_but_its_own_reads() -> None:
     assert {(path.reader, path.tried) for path in paths if not path.right} == {(B, True), (B, False)}
     assert sum(bool(path.trouble) for path in paths) == 2
     assert at_fault(paths) == ({B}, frozenset())
+
+
+def test_clients_that_their_own_node_does_not_serve_are_not_asked_to_read() -> None:
+    examination = Scripted(set(), (A, B, C))
+    del examination._owners[B], examination._attached[B]
+    paths = examination._measure()
+    assert {path.owner for path in paths} == {A, C}
+    assert {path.reader for path in paths if path.round_trip_s} == {A, B, C}
+    assert {path.reader for path in paths if path.right} == {A, C}
 
 
 def test_a_link_that_is_cut_keeps_nobody_from_anybody_else() -> None:

@@ -178,6 +178,7 @@ def test_pin_without_cuda_is_told_once_by_the_owner(caplog: pytest.LogCaptureFix
     for each in (mapping, pool, pool):
         assert not each.pin()
         assert each.pin_reason == "CUDA is not available"
+        assert each.without_cuda
     (record,) = caplog.records
     assert record.levelno == logging.INFO
     assert record.getMessage() == "The pool stays pageable: CUDA is not available"
