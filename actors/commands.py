@@ -46,7 +46,7 @@ def stop(address: str | None, service: str, as_json: bool) -> None:
     elif ran or stopped:
         click.echo(f"Service {service!r} stopped on {stopped} node{'' if stopped == 1 else 's'}.")
     else:
-        click.echo(f"No service named {service!r} runs in this cluster.")
+        click.echo(f"No service named {service!r} runs in this Ray cluster.")
 
 
 def main() -> None:

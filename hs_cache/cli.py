@@ -98,7 +98,8 @@ def status(address: str | None, service: str, as_json: bool) -> None:
         found = asdict(controller) if controller else {"error": "no answer"} if runs else None
         click.echo(json.dumps({"service": service, "controller": found, "nodes": rows}))
     elif not nodes and not runs:
-        click.echo(f"No service named {service!r} runs in this cluster; start one with: hs-cache start")
+        which = "" if service == "default" else f" --service {service}"
+        click.echo(f"No service named {service!r} runs in this Ray cluster; start one with: hs-cache start{which}")
     else:
         if nodes:
             print_nodes(service, nodes)

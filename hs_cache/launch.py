@@ -69,7 +69,8 @@ def join(address: str | None = None, **options: Any) -> None:
                 f"the Ray cluster at {found} has other versions than this process: {' '.join(lines)} (both need the "
                 "same Ray and the same Python)"
             ) from error
-        where = f"at {found if address in (None, 'auto') else address}" if found else "on this machine"
+        named = f"{address}, which is {found}" if address not in (None, "auto", found) else found
+        where = f"at {named}" if found else "on this machine"
         raise ServiceError(
             f"no Ray cluster can be joined {where}: {lines[0]} (start one with: ray start --head; one that is gone may "
             "still be named in RAY_ADDRESS or in /tmp/ray/ray_current_cluster)"
