@@ -47,7 +47,7 @@ def main(batch: SimpleNamespace) -> Iterator[ModuleType]:
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        patch.setitem(sys.modules, spec.name, module)
+        patch.setitem(sys.modules, spec.name, module)  # where dataclasses look for their own
         spec.loader.exec_module(module)
         yield module
 
@@ -577,6 +577,21 @@ def test_parts_stay_as_they_are_while_one_cannot_be_read(
     with open_output(batch, tmp_path, retry_errors=True) as resumed:
         assert resumed.done == {"p2"}
         assert "part-00001.parquet.unreadable" in resumed.notes[0]
+
+
+def test_a_part_that_does_not_fit_leaves_its_rows_in_the_journal(batch: SimpleNamespace, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    output = open_output(batch, tmp_path, part_rows=2)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # both rows in the journal fit; a part doesn't
+        with output, pytest.raises(OSError, match="File too large"):
+            for number in range(2):
+                output.add(make_row(batch, number))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "journal.jsonl", "run.json"]
+    with open_output(batch, tmp_path, part_rows=2) as resumed:
+        assert sorted(row["id"] for row in rows_of(resumed)) == IDS[:2]
 
 
 # The workers

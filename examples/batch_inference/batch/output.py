@@ -319,8 +319,8 @@ class Output:
             self.flush()
 
     def _write(self, name: str, table: pa.Table) -> None:
-        with _replacing(self._directory / name) as temporary:
-            pq.write_table(table, temporary)
+        with _replacing(self._directory / name) as temporary, temporary.open("wb") as file:
+            pq.write_table(table, file)
 
 
 class _replacing:
