@@ -19,6 +19,8 @@ from tests.cluster import probes
 from tests.cluster.children import make_rows
 from tests.processes import run_python, stopped, wait_until
 
+pytestmark = pytest.mark.long
+
 CONFIG = "chunk_size: 4\nmax_hidden_state_cpu_size: 0.015625\n"
 
 

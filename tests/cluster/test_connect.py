@@ -37,6 +37,8 @@ from tests.cluster.conftest import POOL_GIB, Connect, StartService
 from tests.cluster.nodes import client, pid_of
 from tests.processes import Child, free_port, kill, listens, run_python, wait_until
 
+pytestmark = pytest.mark.long
+
 SETTINGS = {"chunk_size": CHUNK_SIZE, "max_hidden_state_cpu_size": POOL_GIB}
 USERS_SCRIPT = """
 import json, logging, sys
@@ -245,7 +247,6 @@ def test_a_kv_actor_that_is_gone_for_good_is_replaced(name: str) -> None:
     wait_until(hit, "it is asked")
 
 
-@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_connecting_while_the_actor_restarts_waits_for_it(connect: Connect, name: str) -> None:
     (node_id,) = deploy.start(CacheConfig(**SETTINGS), service=name)
@@ -259,7 +260,6 @@ def test_connecting_while_the_actor_restarts_waits_for_it(connect: Connect, name
     assert len(incarnations) == 4
 
 
-@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_many_that_connect_while_both_actors_are_replaced(connect: Connect, name: str) -> None:
     (node_id,) = deploy.start(CacheConfig(**SETTINGS), service=name)
