@@ -17,21 +17,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.serve.config import RequestRouterConfig
-from ray.serve.request_router import (
-    FIFOMixin,
-    LocalityMixin,
-    MultiplexMixin,
-    PendingRequest,
-    ReplicaID,
-    RequestRouter,
-    RunningReplica,
-)
 from ray.util import metrics
 
 from hs_cache.errors import HiddenStateCacheError, InvalidInputError
+from hs_cache.installation import require_extra
 from hs_cache.integrations.affinity import AffinityPolicy, AffinitySettings, Candidate, Demand, Prompt
 from hs_cache.integrations.prefixes import PrefixFinder
+
+with require_extra("serve"):
+    from ray.serve.config import RequestRouterConfig
+    from ray.serve.request_router import (
+        FIFOMixin,
+        LocalityMixin,
+        MultiplexMixin,
+        PendingRequest,
+        ReplicaID,
+        RequestRouter,
+        RunningReplica,
+    )
 
 logger = logging.getLogger(__name__)
 
