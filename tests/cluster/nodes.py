@@ -107,7 +107,7 @@ def pid_of(service: str, kind: str, node_id: str) -> int:
         except (ray.exceptions.RayError, ServiceNotRunningError):
             return 0
 
-    return int(wait_until(ask, "the actor answers"))
+    return int(wait_until(ask, "the actor answers", timeout_s=90.0))
 
 
 def on_controller(service: str, probe: Callable[[Any], T]) -> T:

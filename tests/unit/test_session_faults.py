@@ -403,11 +403,11 @@ def test_a_timeout_keeps_the_attachment_and_a_dead_actor_does_not() -> None:
     assert (stats.timeouts_total, stats.unreachable_total) == (1, 1)
 
 
-def test_attaching_raises_also_when_not_strict() -> None:
+def test_attaching_raises_also_when_not_strict(clock: Clock) -> None:
     node = Node()
     node.unreachable = True
     with pytest.raises(ServiceError, match="can't be reached"):
-        DirectCache(node)
+        DirectCache(node, clock=clock)
 
 
 # Threads
