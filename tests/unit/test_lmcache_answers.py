@@ -215,7 +215,7 @@ def test_an_engine_that_names_chunks_otherwise_is_never_believed(
     wait_until(lambda: answers.attempts_total > 3, "it makes itself known")
     assert ask(other) == [U] * 5
     assert not engine.asked.is_set()
-    # Once for each of the threads that make it known; a KV actor has only one.
+    # Again where it was forgotten meanwhile, as it may be on a busy machine with times as short as here.
     assert {reason in record.getMessage() for record in caplog.records} == {True}
     answers.close()
     monkeypatch.setattr(lmcache_source, "_SETTLING_S", 0.05)
