@@ -25,10 +25,7 @@ from hs_cache.gathering import DIRECTORY, Gatherer
 from hs_cache.keys import ChunkKeys, KeySpace, MMSpan, TokenDatabase
 from hs_cache.kv_names import kv_naming
 from hs_cache.leases import this_process
-from hs_cache.messages import (
-    ModelRevision,
-    ReportNumber,
-)
+from hs_cache.messages import ModelRevision, ReportNumber
 from hs_cache.planning import check_keys
 from hs_cache.revisions import Revisions
 from hs_cache.troubles import Suspects, Troubles, surfaced

@@ -1,6 +1,6 @@
 """Rows that other nodes have: who is asked for which chunks, what they answer, and their rows, as pieces in order."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -242,18 +242,13 @@ class Gatherer:
             num_asked: so many nodes at once, of those with the most, are asked what of it is usable; None for all. Of
                 the others it is what the directory knows, which is not more than the best of those who were asked has.
         """
-        suspects, fair = self._suspects.names() | self._unheard.names(), budget.is_fresh
-        if DIRECTORY in suspects:
-            return {}
+        suspects = self._suspects.names() | self._unheard.names()
         try:
-            controller = yield Find(None, budget.left_s)
-            named: Mapping[str, int] = yield Call(controller, "holders", (ask.keys.blob,), budget.left_s)
-        except ServiceError as error:
-            if fair and isinstance(error, ServiceTimeoutError):
-                self._unheard.add(DIRECTORY)
-            self._troubles.report(error, DIRECTORY)
+            named: Mapping[str, int] = yield from self._ask_directory(
+                "holders", (ask.keys.blob,), suspects, self._unheard, budget
+            )
+        except _NobodyToAskError:
             return {}
-        self._troubles.recovered(DIRECTORY)
         claimed = {
             node_id: count
             for node_id, count in sorted(named.items(), key=lambda item: -item[1])
@@ -273,32 +268,17 @@ class Gatherer:
         """How many chunks of a prefix each of the nodes has with all layers and with KV; all are asked at once."""
         request = ExplainRequest(ask.keys.blob, ask.keys.num_tokens, ask.layers, budget.left_s, ask.keys.kv)
         fair = budget.is_fresh
-        begun: list[Any] = []
-        for node_id in nodes:
-            try:
-                peer = yield Find(node_id, budget.left_s)
-                begun.append((yield Begin(peer, "explain", (request,), 1)))
-            except ServiceError as error:
-                begun.append(without_frames(error))
-        usable = {}
-        for node_id, ref in zip(nodes, begun, strict=True):
-            usable[node_id] = yield from self._usable_behind(node_id, ref, fair, budget)
-        return usable
+        replies = yield from ask_each(nodes, "explain", (request,), budget)
+        return {node_id: self._usable_by(node_id, reply, fair) for node_id, reply in replies.items()}
 
-    def _usable_behind(self, node_id: str, ref: Any, fair: bool, budget: Budget) -> Steps[int]:
-        """As many as that node says in the reply behind `ref`; none, if there is no reply."""
-        error = ref if isinstance(ref, ServiceError) else None
-        if error is None:
-            try:
-                reply: ExplainReply = yield Fetch(ref, budget.left_s)
-            except ServiceError as failure:
-                error = without_frames(failure)
-            else:
-                self._troubles.recovered(_node(node_id))
-                return next((i for i, reason in enumerate(reply.reasons) if reason != OK), len(reply.reasons))
-        if fair or not isinstance(error, ServiceTimeoutError):
+    def _usable_by(self, node_id: str, reply: ExplainReply | ServiceError, fair: bool) -> int:
+        """As many as that node says; none, if it says nothing."""
+        if not isinstance(reply, ServiceError):
+            self._troubles.recovered(_node(node_id))
+            return next((i for i, reason in enumerate(reply.reasons) if reason != OK), len(reply.reasons))
+        if fair or not isinstance(reply, ServiceTimeoutError):
             self._unheard.add(node_id)
-        self._troubles.report(error, _node(node_id))
+        self._troubles.report(reply, _node(node_id))
         return 0
 
     def _explained_by(self, node_id: str, ask: Ask, positions: Sequence[int], budget: Budget) -> Steps[dict[int, str]]:
@@ -350,20 +330,34 @@ class Gatherer:
         Raises:
             _NobodyToAskError: the controller is away.
         """
-        suspects, fair = self._suspects.names(), budget.is_fresh
+        suspects = self._suspects.names()
+        arguments = (ask.keys.blob[chunk * KEY_BYTES :], tuple(sorted(without | suspects)))
+        segments: Sequence[Segment] = yield from self._ask_directory(
+            "locate", arguments, suspects, self._suspects, budget
+        )
+        return [Share(node_id, chunk + first, chunk + first + count) for node_id, first, count in segments]
+
+    def _ask_directory(
+        self, method: str, args: tuple[Any, ...], suspects: Set[str], late: Suspects, budget: Budget
+    ) -> Steps[Any]:
+        """What the controller says. Trouble is reported; if it is late, it is added to `late`.
+
+        Raises:
+            _NobodyToAskError: it is away, or among the `suspects`.
+        """
+        fair = budget.is_fresh
         if DIRECTORY in suspects:
             raise _NobodyToAskError
-        arguments = (ask.keys.blob[chunk * KEY_BYTES :], tuple(sorted(without | suspects)))
         try:
             controller = yield Find(None, budget.left_s)
-            segments: Sequence[Segment] = yield Call(controller, "locate", arguments, budget.left_s)
+            reply = yield Call(controller, method, args, budget.left_s)
         except ServiceError as error:
             if fair and isinstance(error, ServiceTimeoutError):
-                self._suspects.add(DIRECTORY)
+                late.add(DIRECTORY)
             self._troubles.report(error, DIRECTORY)
             raise _NobodyToAskError from None
         self._troubles.recovered(DIRECTORY)
-        return [Share(node_id, chunk + first, chunk + first + count) for node_id, first, count in segments]
+        return reply
 
     def _begin(self, ask: Ask, share: Share, budget: Budget) -> Steps[Sequence[Any] | ServiceError]:
         """Refs to the reply and to the rows, or why there are none."""
@@ -388,6 +382,24 @@ class Gatherer:
         except ServiceError as error:
             return without_frames(error)
         return refs
+
+
+def ask_each(nodes: Iterable[str], method: str, args: tuple[Any, ...], budget: Budget) -> Steps[dict[str, Any]]:
+    """What each node's hidden-state actor answers, or the `ServiceError` why it doesn't; all are asked at once."""
+    begun: dict[str, Any] = {}
+    for node_id in nodes:
+        try:
+            peer = yield Find(node_id, budget.left_s)
+            begun[node_id] = yield Begin(peer, method, args, 1)
+        except ServiceError as error:
+            begun[node_id] = without_frames(error)
+    answers: dict[str, Any] = {}
+    for node_id, ref in begun.items():
+        try:
+            answers[node_id] = ref if isinstance(ref, ServiceError) else (yield Fetch(ref, budget.left_s))
+        except ServiceError as error:
+            answers[node_id] = without_frames(error)
+    return answers
 
 
 def _node(node_id: str) -> str:

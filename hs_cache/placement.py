@@ -83,13 +83,11 @@ class _Placement:
             for position in range(held.first_chunk, len(held.keys))
             if (missing := held.missing(position))
         ]
-        self._reachable = self._is_reachable()
+        self._evicts = self._may_evict()
         # Chunks of this prefix behind the last one placed are no use to these layers: they go when nothing else is
         # left.
         self._tail = [
-            (position, chunk)
-            for position, chunk in reversed(held.present.items())
-            if self._reachable and chunk.holds == 1
+            (position, chunk) for position, chunk in reversed(held.present.items()) if self._evicts and chunk.holds == 1
         ]
         self._victims: list[Chunk] = []  # vacated, their places in the table are not lost yet
 
@@ -99,14 +97,14 @@ class _Placement:
         if not count:
             return len(self._wanted), 0
         own = (chunk for position, chunk in self._tail if position > self._wanted[count - 1][0])
-        spare = chain(self._table.evictable() if self._reachable else (), own)
+        spare = chain(self._table.evictable() if self._evicts else (), own)
         if not self._make_room(count, need, spare):
             count = self._place_in_pieces(count)
         return len(self._wanted) - count, self._settle_victims()
 
-    def _is_reachable(self) -> bool:
-        """Whether some layer could be served up to `first_chunk`, so that what follows there is worth an eviction, if
-        there may be one.
+    def _may_evict(self) -> bool:
+        """Whether chunks may go for this: it says so, and some layer could be served up to `first_chunk`, so that what
+        follows there is worth it.
         """
         held = self._held
         if not held.evict:
@@ -122,7 +120,7 @@ class _Placement:
             sum(ExtentAllocator.aligned(spec.row_bytes * self._held.tokens_in(position)) for spec in missing.values())
             for position, missing in self._wanted
         ]
-        room = self._table.free_bytes + (self._table.evictable_bytes if self._reachable else 0)
+        room = self._table.free_bytes + (self._table.evictable_bytes if self._evicts else 0)
         behind = iter(self._tail)
         following = next(behind, None)
         count, need = len(sizes), sum(sizes)

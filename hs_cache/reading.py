@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -13,27 +13,16 @@ import torch
 from hs_cache.attachment import Link
 from hs_cache.connection import FIRST_PAUSE_S, LONGEST_PAUSE_S, Connection
 from hs_cache.effects import Budget, Call, Pause, Steps, Work, after
-from hs_cache.errors import (
-    InvalidInputError,
-)
+from hs_cache.errors import InvalidInputError
 from hs_cache.gathering import Gathered, HeldPieces, Share
 from hs_cache.keys import ChunkKeys, MMSpan
-from hs_cache.messages import (
-    UNREACHABLE,
-    ExplainReply,
-    ExplainRequest,
-    LeaseReply,
-    LeaseRequest,
-    PlanReply,
-)
+from hs_cache.messages import UNREACHABLE, ExplainReply, ExplainRequest, LeaseReply, LeaseRequest, PlanReply
 from hs_cache.planning import check_index, check_seconds
 from hs_cache.results import ChunkReport, Coverage, Explanation, PrefixHit
 from hs_cache.retrieval import Ask, Copies, Piece, check_ask, make_hit, map_rows, view_arrived
 from hs_cache.troubles import surfaced
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class Reader(Connection):

@@ -1,11 +1,10 @@
 """One client's operations, as steps: all that the blocking and the asyncio client have in common. No Ray in here."""
 
-import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -14,17 +13,9 @@ from hs_cache.attachment import Link
 from hs_cache.config import CacheConfig
 from hs_cache.devices import NO_DEVICES, Cut, Moment
 from hs_cache.effects import Budget, Call, Steps, Work, after, transfer_s
-from hs_cache.errors import (
-    InvalidInputError,
-)
+from hs_cache.errors import InvalidInputError
 from hs_cache.keys import MMSpan, normalise_token_ids
-from hs_cache.messages import (
-    CommitReply,
-    ModelRevision,
-    NodeStatistics,
-    ReserveRequest,
-    Run,
-)
+from hs_cache.messages import CommitReply, ModelRevision, NodeStatistics, ReserveRequest, Run
 from hs_cache.planning import Step, check_index, check_layer_rows, check_spans, check_store
 from hs_cache.reading import Reader
 from hs_cache.results import CacheStatistics, StoreResult
@@ -32,10 +23,6 @@ from hs_cache.retrieval import Ask
 from hs_cache.rows import Flat
 from hs_cache.shared_pool import PoolMapping
 from hs_cache.stitching import HeldRows, Lost, RequestRows, Stitcher, StorePlan
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _INLINE_BYTES = 1 << 20
 """Copying less takes less time than handing it to a thread, which is where the asyncio client does it."""

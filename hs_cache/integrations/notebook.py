@@ -16,8 +16,9 @@ from typing import Any
 
 from hs_cache import html
 from hs_cache.client import AsyncHiddenStateCache, HiddenStateCache
-from hs_cache.effects import Begin, Budget, Call, Fetch, Find, Locate, Located, Steps
+from hs_cache.effects import Budget, Call, Find, Locate, Located, Steps
 from hs_cache.errors import InvalidInputError, ServiceError
+from hs_cache.gathering import ask_each
 from hs_cache.keys import MMSpan, TokenIds
 from hs_cache.messages import OK, UNREACHABLE, ControllerStatistics, ExplainReply, ExplainRequest, NodeStatistics
 from hs_cache.planning import check_index, check_layers, check_seconds
@@ -204,21 +205,9 @@ def _nodes(known: Iterable[str], budget: Budget) -> Steps[list[str]]:
 
 
 def _answers(nodes: Sequence[str], method: str, args: tuple[Any, ...], budget: Budget) -> Steps[dict[str, Any]]:
-    """What each node's hidden-state actor answers, None where it doesn't; all are asked at once."""
-    refs: dict[str, Any] = {}
-    for node_id in nodes:
-        try:
-            peer = yield Find(node_id, budget.left_s)
-            refs[node_id] = yield Begin(peer, method, args, 1)
-        except ServiceError:
-            refs[node_id] = None
-    answers: dict[str, Any] = {}
-    for node_id, ref in refs.items():
-        try:
-            answers[node_id] = None if ref is None else (yield Fetch(ref, budget.left_s))
-        except ServiceError:
-            answers[node_id] = None
-    return answers
+    """What each node answers, None where it doesn't."""
+    said = yield from ask_each(nodes, method, args, budget)
+    return {node_id: None if isinstance(answer, ServiceError) else answer for node_id, answer in said.items()}
 
 
 @dataclass(frozen=True, slots=True)

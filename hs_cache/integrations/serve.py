@@ -11,6 +11,7 @@ import logging
 import random
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -223,12 +224,12 @@ class PrefixAffinityRouter(FIFOMixin, LocalityMixin, MultiplexMixin, RequestRout
 
     def _candidates(self, replicas: Any) -> list[Candidate]:
         """The replicas, with those requests in their queues that are on their way there: Serve counts them later."""
-        assigned = [request.assigned for request in self._requests.values() if request.assigned is not None]
+        assigned = Counter(request.assigned for request in self._requests.values())
         candidates = []
         for replica in replicas:
             length = self._lengths.of(replica)
             if length is not None:
-                length += assigned.count(replica.replica_id)
+                length += assigned[replica.replica_id]
             candidates.append(Candidate(replica.replica_id, replica.node_id, length))
         return candidates
 
