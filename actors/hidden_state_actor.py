@@ -32,9 +32,7 @@ from hs_cache.messages import (
     LeaseRequest,
     LocationBatch,
     NodeStatistics,
-    PlanReply,
     PublishReply,
-    ReserveReply,
     ReserveRequest,
     Retired,
     RevisionTable,
@@ -42,6 +40,7 @@ from hs_cache.messages import (
 from hs_cache.publishing import Publisher
 from hs_cache.router import KV, actor_name, find_actor, find_controller
 from hs_cache.shared_pool import SharedPool
+from hs_cache.wire import Plain, message, plain
 
 if TYPE_CHECKING:
     from hs_cache.rows import Flat, PickledRows
@@ -124,7 +123,8 @@ def _wait_for_headroom(nbytes: int) -> None:
 class HiddenStateActor:
     """Owns the pool of its node, and answers clients and plain handles. Threaded.
 
-    The methods down to `retrieve_rows` are the clients' protocol. The others are LMCache's store by handle, for
+    The methods down to `retrieve_rows` are the clients' protocol, whose most frequent messages are plain tuples
+    (`hs_cache.wire`). The others are LMCache's store by handle, for
     notebooks and code without a client; they take the fields of `hs_cache.KeySpace` (without ``chunk_size``) as
     keywords.
     """
@@ -182,21 +182,21 @@ class HiddenStateActor:
         """See `CacheServer.attach`."""
         return self._server.attach(info)
 
-    def reserve(self, request: ReserveRequest) -> ReserveReply:
+    def reserve(self, request: Plain) -> Plain:
         """See `CacheServer.reserve`."""
-        return self._server.reserve(request)
+        return plain(self._server.reserve(message(ReserveRequest, request)))  # type: ignore[no-any-return]
 
-    def commit(self, incarnation: bytes, client_id: bytes, hold_id: int) -> CommitReply:
+    def commit(self, incarnation: bytes, client_id: bytes, hold_id: int) -> Plain:
         """See `CacheServer.commit`."""
-        return self._server.commit(incarnation, client_id, hold_id)
+        return plain(self._server.commit(incarnation, client_id, hold_id))  # type: ignore[no-any-return]
 
-    def lease(self, request: LeaseRequest) -> LeaseReply:
+    def lease(self, request: Plain) -> Plain:
         """See `CacheServer.lease`."""
-        return self._server.lease(request)
+        return plain(self._server.lease(message(LeaseRequest, request)))  # type: ignore[no-any-return]
 
-    def plan(self, request: LeaseRequest, keep: bool) -> PlanReply:
+    def plan(self, request: Plain, keep: bool) -> Plain:
         """See `CacheServer.plan`."""
-        return self._server.plan(request, keep)
+        return plain(self._server.plan(message(LeaseRequest, request), keep))  # type: ignore[no-any-return]
 
     def explain(self, request: ExplainRequest) -> ExplainReply:
         """See `CacheServer.explain`."""

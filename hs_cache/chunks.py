@@ -100,6 +100,15 @@ class ChunkTable:
         """The chunk, if it is in the table; no effect on the order."""
         return self._chunks.get(key)
 
+    def run(self, keys: Iterable[bytes], layers: Iterable[int]) -> list[Chunk]:
+        """The chunks of `keys` up to the first that isn't there with every layer; no effect on the order."""
+        wanted, chunks = set(layers), list[Chunk]()
+        for chunk in map(self._chunks.get, keys):
+            if chunk is None or not wanted <= chunk.layers.keys():
+                break
+            chunks.append(chunk)
+        return chunks
+
     # Memory that is not a chunk's yet.
 
     def room(self, extents: Iterable[Extent]) -> int:
@@ -148,30 +157,32 @@ class ChunkTable:
             self.vacate(chunk)
         self._remove(chunk, why)
 
-    def hold(self, chunk: Chunk, *, lease: bool = False) -> None:
-        """Hold a chunk in the table: it is not evicted, and its memory is not reused, before `let_go`."""
-        if not chunk.holds:
-            self.held_bytes += chunk.nbytes
-        chunk.holds += 1
-        if lease:
-            if not chunk.leases:
-                self.leased_bytes += chunk.nbytes
-            chunk.leases += 1
+    def hold(self, chunks: Iterable[Chunk], *, lease: bool = False) -> None:
+        """Hold chunks in the table: they are not evicted, and their memory is not reused, before `let_go`."""
+        for chunk in chunks:
+            if not chunk.holds:
+                self.held_bytes += chunk.nbytes
+            chunk.holds += 1
+            if lease:
+                if not chunk.leases:
+                    self.leased_bytes += chunk.nbytes
+                chunk.leases += 1
 
-    def let_go(self, chunk: Chunk, *, lease: bool = False) -> None:
-        """End one hold; the last one frees a chunk that is no longer in the table."""
-        chunk.holds -= 1
-        if lease:
-            chunk.leases -= 1
-            if not chunk.leases:
-                self.leased_bytes -= chunk.nbytes
-        if chunk.holds:
-            return
-        if chunk.linked:
-            self.held_bytes -= chunk.nbytes
-        else:
-            self.stranded_bytes -= chunk.nbytes
-            self.vacate(chunk)
+    def let_go(self, chunks: Iterable[Chunk], *, lease: bool = False) -> None:
+        """End one hold of each; the last one frees a chunk that is no longer in the table."""
+        for chunk in chunks:
+            chunk.holds -= 1
+            if lease:
+                chunk.leases -= 1
+                if not chunk.leases:
+                    self.leased_bytes -= chunk.nbytes
+            if chunk.holds:
+                continue
+            if chunk.linked:
+                self.held_bytes -= chunk.nbytes
+            else:
+                self.stranded_bytes -= chunk.nbytes
+                self.vacate(chunk)
 
     # The order, and eviction in two steps: memory first, the place in the table once that turns out to be needed.
 

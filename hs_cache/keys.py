@@ -17,8 +17,8 @@ of the formula needs another ``_FORMAT``, and the golden vectors in the tests wi
 """
 
 import hashlib
+import struct
 import sys
-from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -82,6 +82,8 @@ _PAIR = 2
 # hashlib lets go of the GIL for 2048 bytes or more in one call. Hashing those takes about 2 µs, getting the GIL back
 # from a busy thread up to 5 ms: beside one, the keys of 32,768 tokens often took 60 to 120 ms instead of 0.3 ms.
 _HASH_STEP_BYTES = 2040
+_FIRST_STEP_BYTES = _LAST_STEP_BYTES = 1984
+"""As much of a chunk's tokens as goes along with what precedes them, and with what follows them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +168,8 @@ class KVNames:
 
     def pick(self, chunks: Iterable[int]) -> "KVNames":
         """The names of some of the chunks, in that order."""
+        if isinstance(chunks, range) and chunks.step == 1:
+            return KVNames(self.blob[chunks.start * KEY_BYTES : chunks.stop * KEY_BYTES], self.tags)
         starts = (chunk * KEY_BYTES for chunk in chunks)
         return KVNames(b"".join(self.blob[start : start + KEY_BYTES] for start in starts), self.tags)
 
@@ -402,8 +406,9 @@ def _from_sequence(token_ids: Sequence[Any]) -> npt.NDArray[np.int64]:
         # A one-element tensor has __index__ whatever its shape, so a list of the rows of an [n, 1] tensor would pass.
         if len(token_ids) and getattr(token_ids[0], "ndim", 0):
             raise InvalidInputError(f"token_ids: got a {token_ids[0].ndim}-D item at index 0, {_EXPECTED}")
-        ids = np.frombuffer(array("q", token_ids), dtype=np.int64)
-    except (TypeError, OverflowError) as error:
+        # A third of the time that array("q", token_ids) takes, and np.fromiter would cut floats.
+        ids = np.frombuffer(bytearray(struct.pack(f"{len(token_ids)}q", *token_ids)), dtype=np.int64)
+    except (TypeError, OverflowError, struct.error) as error:
         raise InvalidInputError(f"token_ids: got {_first_misfit(token_ids)}, {_EXPECTED}") from error
     # A bool can only have become 0 or 1: looking at the types of those alone costs next to nothing, of all as much as
     # the conversion.
@@ -440,13 +445,18 @@ def hash_in_steps(digest: "hashlib._Hash", data: bytes | memoryview) -> None:
 def _hash_chain(space: KeySpace, known: bytes, tokens: memoryview, extras: dict[int, bytearray]) -> bytes:
     chunk_bytes = space.chunk_size * _TOKEN_BYTES
     key = known[-KEY_BYTES:] or space.fingerprint
-    keys = []
-    for chunk, start in enumerate(range(0, len(tokens), chunk_bytes), len(known) // KEY_BYTES):
-        end = min(start + chunk_bytes, len(tokens))
-        digest = hashlib.sha256(key + _u64(end - start))
-        hash_in_steps(digest, tokens[start:end])
-        extra = extras.get(chunk)
-        digest.update(_NO_EXTRAS if extra is None else _u64(len(extra)) + extra)
+    keys, sha256, first_chunk, total = [], hashlib.sha256, len(known) // KEY_BYTES, len(tokens)
+    for start in range(0, total, chunk_bytes):
+        end = min(start + chunk_bytes, total)
+        extra = extras.get(first_chunk + start // chunk_bytes) if extras else None
+        behind = _NO_EXTRAS if extra is None else _u64(len(extra)) + extra
+        step = start + _FIRST_STEP_BYTES
+        digest = sha256(b"".join((key, _u64(end - start), tokens[start : min(step, end)])))
+        if end - step > _LAST_STEP_BYTES:
+            hash_in_steps(digest, tokens[step:end])
+            digest.update(behind)
+        else:  # the usual case; Python costs more here than SHA-256
+            digest.update(b"".join((tokens[step:end], behind)))
         key = digest.digest()[:KEY_BYTES]
         keys.append(key)
     return b"".join(keys)

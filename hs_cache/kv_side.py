@@ -45,9 +45,11 @@ class KVSide:
             kv_local: which chunks are this node's.
         """
         presence: list[int] = [Presence.PRESENT] * len(kv_local)
-        asked = [position for position, local in enumerate(kv_local) if local]
-        if self._kv is None or not asked:
+        if self._kv is None or True not in kv_local:
             return presence
+        asked: Sequence[int] = range(len(kv_local))
+        if False in kv_local:
+            asked = [position for position, local in enumerate(kv_local) if local]
         states = [Presence.UNKNOWN] * len(asked)
         if names is not None:
             states = self._answers(self._kv, names.pick(asked), len(asked), timeout_s)

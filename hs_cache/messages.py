@@ -10,7 +10,7 @@ from hs_cache.errors import InvalidInputError
 from hs_cache.keys import KEY_BYTES, KVNames
 from hs_cache.shown import Shown
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Raised whenever a message changes meaning; actor and client of different versions refuse each other."""
 
 DTYPE_BYTES = {

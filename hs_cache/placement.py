@@ -207,7 +207,7 @@ class _Placement:
         if lost:
             present = self._held.present
             for position in [position for position, chunk in present.items() if chunk.key in lost]:
-                self._table.let_go(present.pop(position))  # of this prefix's own tail
+                self._table.let_go((present.pop(position),))  # of this prefix's own tail
         for victim in reversed(lost.values()):
             self._table.evict(victim)
         return len(lost)

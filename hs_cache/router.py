@@ -17,6 +17,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from hs_cache.effects import Begin, Call, Effect, Fetch, Find, Locate, Located, Pause, Steps, Work
 from hs_cache.errors import HiddenStateCacheError, ServiceError, ServiceNotRunningError, ServiceTimeoutError
+from hs_cache.wire import REPLIES, message, plain
 
 T = TypeVar("T")
 
@@ -254,7 +255,7 @@ class Router:
             if isinstance(effect, Begin):
                 return ref
             try:
-                return ray.get(ref, timeout=effect.timeout_s)
+                return _answer(effect, ray.get(ref, timeout=effect.timeout_s))
             except (GetTimeoutError, KeyboardInterrupt):
                 _abandon(effect, ref)
                 raise
@@ -280,7 +281,7 @@ class Router:
             # The thread copies the caller's rows: see `_uninterrupted`.
             ref = await _uninterrupted(partial(_sent, effect)) if carries_rows else _sent(effect)
             try:
-                return await asyncio.wait_for(_result(ref), max(effect.timeout_s, _LEAST_S))
+                return _answer(effect, await asyncio.wait_for(_result(ref), max(effect.timeout_s, _LEAST_S)))
             except (asyncio.TimeoutError, asyncio.CancelledError):
                 _abandon(effect, ref)
                 raise
@@ -341,8 +342,15 @@ def _sent(effect: Call | Begin | Fetch) -> Any:
     method = getattr(effect.peer.handle, effect.method)
     if isinstance(effect, Begin):
         method = method.options(num_returns=effect.num_returns)
+    args = map(plain, effect.args) if effect.method in REPLIES else effect.args
     with _sending(effect.method):
-        return method.remote(*effect.args)
+        return method.remote(*args)
+
+
+def _answer(effect: Call | Fetch, value: Any) -> Any:
+    if isinstance(effect, Call) and effect.method in REPLIES:
+        return message(REPLIES[effect.method], value)
+    return value
 
 
 @contextmanager

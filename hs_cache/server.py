@@ -12,7 +12,7 @@ import torch
 
 from hs_cache.config import CacheConfig
 from hs_cache.errors import ConfigMismatchError, InvalidInputError, StaleIncarnationError
-from hs_cache.keys import KEY_BYTES, ChunkKey, ChunkKeys, KeySpace, KVNames, MMSpan, TokenDatabase
+from hs_cache.keys import KEY_BYTES, ChunkKeys, KeySpace, KVNames, MMSpan, TokenDatabase
 from hs_cache.kv_names import NAMING_SOURCES, kv_naming
 from hs_cache.kv_presence import KVPresence, Presence
 from hs_cache.kv_side import KVSide
@@ -38,6 +38,7 @@ from hs_cache.messages import (
     ReserveRequest,
     Retired,
     RevisionTable,
+    split_keys,
 )
 from hs_cache.planning import check_index, check_key, check_store
 from hs_cache.revisions import NodeRevisions
@@ -161,7 +162,7 @@ class CacheServer:
             StaleIncarnationError: the request was meant for a predecessor.
         """
         keys = self._checked_keys(request)
-        names = list(keys)
+        names = split_keys(keys.blob)
         with self._granting(request) as hold:
             found = self._store.lease(hold, names, request.layers)
             held = False
@@ -189,7 +190,7 @@ class CacheServer:
     def explain(self, request: ExplainRequest) -> ExplainReply:
         """Why each chunk can be had or not. Blocks for the KV side as `lease` does; drops nothing."""
         keys = self._checked_keys(request)
-        survey = self._store.survey(list(keys), request.layers)
+        survey = self._store.survey(split_keys(keys.blob), request.layers)
         there = [position for position, reason in enumerate(survey.reasons) if reason == OK]
         names = self._kv_names(keys)
         presence = self._kv.ask(
@@ -462,7 +463,7 @@ class CacheServer:
         """What the KV source calls these chunks; None where a client has not said."""
         return keys.kv if self._config.kv_source in NAMING_SOURCES else KVNames(keys.blob)
 
-    def _check_first_chunk(self, first_chunk: int, keys: Sequence[ChunkKey]) -> None:
+    def _check_first_chunk(self, first_chunk: int, keys: Sequence[bytes]) -> None:
         if not 0 <= first_chunk <= len(keys):
             raise InvalidInputError(f"first_chunk: got {first_chunk}, expected 0 to {len(keys)}, the chunks")
 
@@ -480,7 +481,7 @@ class CacheServer:
         self, hold: HoldId, request: ReserveRequest, *, keep: bool = False, caller: HoldId | None = None
     ) -> ReserveReply:
         named = self._checked_keys(request)
-        keys = list(named)
+        keys = split_keys(named.blob)
         self._check_specs(request)
         self._check_first_chunk(request.first_chunk, keys)
         with self._revisions.admitting(request.space, request.revision):
@@ -521,7 +522,7 @@ class CacheServer:
 
     def _lease(self, hold: HoldId, request: LeaseRequest) -> LeaseReply:
         named, first = self._checked_keys(request), request.first_chunk
-        keys = list(named)
+        keys = split_keys(named.blob)
         self._check_first_chunk(first, keys)
         found = self._store.lease(hold, keys, request.layers, first_chunk=first, hinted=request.hinted)
         names = self._kv_names(named)

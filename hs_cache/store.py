@@ -12,9 +12,9 @@ A chunk may be *kept*: it is resident and held by its writer, so it isn't evicte
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
 
 from hs_cache.chunks import Chunk, ChunkTable
 from hs_cache.errors import InvalidInputError, StaleIncarnationError, StaleRevisionError
@@ -203,8 +203,8 @@ class HiddenStateStore:
                 self._table.use_spec(space, spec)
             for position, key in enumerate(keys[:first_chunk] if held.replace else keys):
                 if (chunk := self._table.get(key)) is not None:
-                    self._table.hold(chunk)
                     held.present[position] = chunk
+            self._table.hold(held.present.values())
             refused, evicted = place(self._table, held)
             if refused and self._drop_replaced(held):
                 refused, more = place(self._table, held)
@@ -212,13 +212,7 @@ class HiddenStateStore:
             self._note_changes(evicted > 0)
             self._refused_total += refused
             self._evicted_total += evicted
-            pieces = (
-                (spec, position * self._chunk_size, held.tokens_in(position), write[spec.layer_idx])
-                for spec in specs
-                for position, write in held.writes.items()
-                if spec.layer_idx in write
-            )
-            return Reserved(_merge(pieces), refused)
+            return Reserved(self._write_runs(held), refused)
 
     def commit(self, hold: HoldId) -> Committed:
         """Make the chunks of a reservation visible, and end it. First come, first kept: rows already there stay, unless
@@ -289,21 +283,16 @@ class HiddenStateStore:
         with self._lock:
             if self._given_up(hold):
                 return Found((), ())
-            chunks: list[Chunk] = []
-            for key in islice(keys, first_chunk, None):
-                chunk = self._table.get(key)
-                if chunk is None or not all(layer in chunk.layers for layer in layers):
-                    if chunk is None and hinted:
-                        self._table.deny(key)
-                        self._note_changes()
-                    break
-                chunks.append(chunk)
-            for chunk in chunks:
-                self._table.hold(chunk, lease=True)
+            chunks = self._table.run(islice(keys, first_chunk, None), layers)
+            end = first_chunk + len(chunks)
+            if hinted and end < len(keys) and keys[end] not in self._table:
+                self._table.deny(keys[end])
+                self._note_changes()
+            self._table.hold(chunks, lease=True)
             if chunks:
-                confirmed = tuple(chunk.confirmed for chunk in chunks)
+                confirmed = tuple([chunk.confirmed for chunk in chunks])
                 self._holds[hold] = _Lease(chunks, layers, first_chunk, len(keys) - first_chunk, confirmed)
-            return Found(tuple(chunk.key for chunk in chunks), tuple(chunk.kv_local for chunk in chunks))
+            return Found(tuple(keys[first_chunk:end]), tuple([chunk.kv_local for chunk in chunks]))
 
     def settle(self, hold: HoldId, presence: Sequence[int]) -> Granted:
         """Trim a lease to what the KV side says, one `Presence` per chunk found: absent ones are dropped, all layers.
@@ -325,19 +314,18 @@ class HiddenStateStore:
             if kept < len(found) and presence[kept] != Presence.PRESENT:
                 ended_by = "kv_absent" if presence[kept] == Presence.ABSENT else "kv_unknown"
             held.chunks = found[:kept]
-            for chunk, state, confirmed in zip(found, presence, held.confirmed, strict=True):
+            for chunk, state, confirmed in zip(found[kept:], presence[kept:], held.confirmed[kept:], strict=True):
                 # A store that was committed meanwhile says that the chunk's KV has been written anew.
                 if state == Presence.ABSENT and chunk.linked and chunk.confirmed == confirmed:
                     self._unlink(chunk, KV_ABSENT)
                     self._kv_dropped_total += 1
-            for chunk in found[kept:]:
-                self._table.let_go(chunk, lease=True)
+            self._table.let_go(found[kept:], lease=True)
             self._table.warm([chunk.key for chunk in held.chunks])
             if not held.chunks:
                 self._end(hold)
                 return Granted(0, (), (), False, ended_by)
             specs = tuple(held.chunks[0].layers[layer][0] for layer in held.layers)
-            num_tokens = sum(chunk.num_tokens for chunk in held.chunks)
+            num_tokens = sum([chunk.num_tokens for chunk in held.chunks])
             must_copy = self._table.leased_bytes > self._max_leased_bytes
             return Granted(num_tokens, specs, self._lease_runs(held, specs), must_copy, ended_by)
 
@@ -542,9 +530,8 @@ class HiddenStateStore:
     def _keep(self, hold: HoldId, chunks: list[Chunk]) -> None:
         if chunks:
             self._holds[hold] = _Kept(chunks)
-        for chunk in chunks:
-            self._table.hold(chunk)
-            self._keepers[chunk] = hold
+            self._table.hold(chunks)
+            self._keepers |= dict.fromkeys(chunks, hold)
 
     def _drop_replaced(self, held: Reservation) -> bool:
         """Drop what is to be replaced, to make room; whether there was any, and all is to be placed anew."""
@@ -572,7 +559,7 @@ class HiddenStateStore:
             kept.chunks.remove(chunk)
             if not kept.chunks:
                 del self._holds[keeper]
-            self._table.let_go(chunk)
+            self._table.let_go((chunk,))
 
     def _complete(self, held: Reservation, position: int) -> bool:
         chunk = self._table.get(held.keys[position])
@@ -603,13 +590,23 @@ class HiddenStateStore:
             self._table.add_layer(chunk, spec, extent)
         return True, new
 
+    def _write_runs(self, held: Reservation) -> tuple[Run, ...]:
+        runs: list[Run] = []
+        for spec in held.specs:
+            positions = [position for position, write in held.writes.items() if spec.layer_idx in write]
+            # Chunks that were there already lie between what is to be written.
+            for _, gap in groupby(enumerate(positions), lambda numbered: numbered[1] - numbered[0]):
+                together = [position for _, position in gap]
+                pieces = ((held.tokens_in(at), held.writes[at][spec.layer_idx].offset) for at in together)
+                runs += _merge(spec, together[0] * self._chunk_size, pieces)
+        return tuple(runs)
+
     def _lease_runs(self, held: _Lease, specs: tuple[LayerSpec, ...]) -> tuple[Run, ...]:
-        pieces = (
-            (spec, position * self._chunk_size, chunk.num_tokens, chunk.layers[spec.layer_idx][1])
-            for spec in specs
-            for position, chunk in enumerate(held.chunks, start=held.first_chunk)
-        )
-        return _merge(pieces)
+        runs: list[Run] = []
+        for spec in specs:
+            pieces = ((chunk.num_tokens, chunk.layers[spec.layer_idx][1].offset) for chunk in held.chunks)
+            runs += _merge(spec, held.first_chunk * self._chunk_size, pieces)
+        return tuple(runs)
 
     def _end(self, hold: HoldId) -> None:
         held = self._holds[hold]
@@ -619,28 +616,25 @@ class HiddenStateStore:
             return
         del self._holds[hold]
         if isinstance(held, _Lease):
-            for chunk in held.chunks:
-                self._table.let_go(chunk, lease=True)
+            self._table.let_go(held.chunks, lease=True)
             return
         self._table.give_back(held.extents())
-        for chunk in held.present.values():
-            self._table.let_go(chunk)
+        self._table.let_go(held.present.values())
         for spec in held.specs:
             self._table.unuse_spec(held.space, spec)
 
 
-def _merge(pieces: Iterable[tuple[LayerSpec, int, int, Extent]]) -> tuple[Run, ...]:
-    """Join pieces (spec, first token, tokens, extent) that follow each other in the prefix and touch in the pool."""
-    runs: list[Run] = []
-    for spec, start, tokens, extent in pieces:
-        last = runs[-1] if runs else None
-        if (
-            last is not None
-            and last.layer_idx == spec.layer_idx
-            and last.start_token + last.num_tokens == start
-            and last.offset + last.num_tokens * spec.row_bytes == extent.offset
-        ):
-            runs[-1] = last._replace(num_tokens=last.num_tokens + tokens)
-        else:
-            runs.append(Run(spec.layer_idx, start, tokens, extent.offset))
-    return tuple(runs)
+def _merge(spec: LayerSpec, start: int, pieces: Iterable[tuple[int, int]]) -> Iterator[Run]:
+    """Join pieces (tokens, offset) of one layer that follow each other in the prefix, the first one from token `start`
+    on, where they touch in the pool."""
+    layer, row_bytes = spec.layer_idx, spec.row_bytes
+    count = first = end = 0
+    for tokens, offset in pieces:
+        if offset != end or not count:
+            if count:
+                yield Run(layer, start, count, first)
+            start, count, first = start + count, 0, offset
+        count += tokens
+        end = offset + tokens * row_bytes
+    if count:
+        yield Run(layer, start, count, first)

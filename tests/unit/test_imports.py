@@ -25,6 +25,7 @@ ORDER = [
     "vllm_names",
     "kv_names",
     "messages",
+    "wire",
     "pool_file",
     "machine",
     "devices",
