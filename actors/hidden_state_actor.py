@@ -4,23 +4,21 @@ Its process loads torch, others don't have to: Ray loads an actor's class wherev
 up, which is the controller, a task on each node, and every ``hs-cache`` command.
 """
 
+import gc
 import logging
 import pkgutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.actor import ActorHandle
-from ray.exceptions import ActorDiedError
 
+from actors.kv_link import KVLink
 from hs_cache.config import CacheConfig
 from hs_cache.errors import PoolTooLargeError, ServiceError
 from hs_cache.html import short_id
-from hs_cache.keys import KVNames
 from hs_cache.machine import require_headroom
 from hs_cache.messages import (
     AttachReply,
@@ -52,60 +50,8 @@ _SERVER, _PICKLED_ROWS = "hs_cache.server:CacheServer", "hs_cache.rows:PickledRo
 ROWS = "rows"
 """The concurrency group of calls that wait for the object store, so that they don't take the threads of all others."""
 
-_SOURCE_SHARE = 0.8
-"""Part of a KV check's time that its source may take: one that hangs is then an answer, *unknown*, and not silence."""
-
 _SWEEP_PERIOD_S = 1.0
 _HEADROOM_WAIT_S = 10.0
-
-
-class RayKVPresence:
-    """`hs_cache.kv_presence.KVPresence` over the node's `KVActor`.
-
-    Args:
-        find: looks the actor up. `look_after` does so again when it is gone for good: another one has its name then.
-    """
-
-    def __init__(self, find: Callable[[], ActorHandle[Any]]) -> None:
-        self._find = find
-        self._actor = find()
-        self._is_gone = False
-        self._lock = threading.Lock()
-        self._notes: list[Any] = []
-
-    def presence(self, names: KVNames, timeout_s: float) -> Sequence[int]:
-        """Blocks for one actor call, up to `timeout_s`."""
-        asked = self._actor.presence.remote(names.blob, names.tags, timeout_s * _SOURCE_SHARE)
-        try:
-            answer: bytes = ray.get(asked, timeout=timeout_s)
-        except ActorDiedError:
-            self._is_gone = True
-            raise
-        return answer
-
-    def look_after(self) -> None:
-        """Find the actor again if it is gone; blocks for the cluster's control store then."""
-        if self._is_gone:
-            with suppress(ServiceError):  # there is none yet
-                self._actor = self._find()
-                self._is_gone = False
-
-    def note_stored(self, names: bytes, engine: str) -> None:
-        """Sends a call, and remembers it for `settle_notes`."""
-        note = self._actor.note_stored.remote(names, engine)
-        with self._lock:
-            self._notes.append(note)
-
-    def settle_notes(self, timeout_s: float) -> bool:
-        """Whether the calls sent so far have been carried out, or have failed; blocks up to `timeout_s` for that."""
-        with self._lock:
-            sent = list(self._notes)  # left there meanwhile: another thread may have to wait for the same
-        if not sent:
-            return True
-        _, late = ray.wait(sent, num_returns=len(sent), timeout=timeout_s, fetch_local=False)
-        with self._lock:
-            self._notes = [note for note in self._notes if note not in sent]
-        return not late
 
 
 def _wait_for_headroom(nbytes: int) -> None:
@@ -132,7 +78,7 @@ class HiddenStateActor:
     def __init__(self, service: str, config: CacheConfig) -> None:
         node_id = ray.get_runtime_context().get_node_id()
         bound = config.kv_source != "none"
-        self._kv = RayKVPresence(partial(find_actor, service, KV, node_id)) if bound else None
+        self._kv = KVLink(partial(find_actor, service, KV, node_id), config.kv_index_capacity) if bound else None
         name = actor_name("hs_cache", service, short_id(node_id))
         if ray.get_runtime_context().was_current_actor_reconstructed:
             _wait_for_headroom(config.max_hidden_state_cpu_bytes)
@@ -153,6 +99,7 @@ class HiddenStateActor:
         )
         threading.Thread(target=publisher.run, args=(self._stop,), name="hs_cache-publisher", daemon=True).start()
         threading.Thread(target=self._sweep, name="hs_cache-sweeper", daemon=True).start()
+        gc.freeze()  # what PyTorch and Ray have made is here to stay: a collection need not look at it each time
 
     def _publish(self, batch: LocationBatch) -> PublishReply:
         try:
@@ -166,9 +113,11 @@ class HiddenStateActor:
         return reply
 
     def _sweep(self) -> None:
-        while not self._stop.wait(_SWEEP_PERIOD_S):
+        while True:
             if self._kv is not None:
                 self._kv.look_after()
+            if self._stop.wait(_SWEEP_PERIOD_S):
+                return
             try:
                 self._server.sweep()
             except OSError as error:  # out of file descriptors, say: nobody counts as gone because of that

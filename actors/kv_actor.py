@@ -1,13 +1,16 @@
 """The actor that knows which KV chunks its node still holds. Needs no torch."""
 
 import pkgutil
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 from hs_cache.config import CacheConfig
 from hs_cache.errors import InvalidInputError
+from hs_cache.kv_log import Mark, RetractionLog
 from hs_cache.kv_presence import KVSource, KVStatistics, RegistersEngines
 from hs_cache.kv_reports import Report, ReportedKV
-from hs_cache.messages import ReportNumber
+from hs_cache.messages import PoolAddress, ReportNumber, split_keys
 
 _SOURCES = {
     "lmcache": "hs_cache.integrations.lmcache_source:LMCacheSource",
@@ -25,7 +28,9 @@ class KVActor:
 
     def __init__(self, config: CacheConfig) -> None:
         self._source: KVSource | None = None
-        self._reported = ReportedKV(config.kv_index_capacity)
+        # Others are asked each time: what they answer holds for that moment.
+        self._log = RetractionLog() if config.kv_source == "reports" and sys.platform == "linux" else None
+        self._reported = ReportedKV(config.kv_index_capacity, log=self._log)
         if config.kv_source == "reports":
             self._source = self._reported
         elif config.kv_source != "none":  # one that isn't listed must not count as none, where all KV is present
@@ -40,10 +45,34 @@ class KVActor:
         """One byte per chunk, its `hs_cache.kv_presence.Presence`; None when no KV source is bound."""
         return None if self._source is None else self._source.presence(names, tags, timeout_s)
 
+    def marked_presence(
+        self, names: bytes, tags: tuple[tuple[str, str], ...], timeout_s: float
+    ) -> tuple[bytes | None, Mark | None]:
+        """As `presence`, and from where on the log has what isn't present any more; None where there is no log."""
+        mark = self._log.mark() if self._log is not None else None
+        return self.presence(names, tags, timeout_s), mark
+
+    def log_address(self) -> PoolAddress | None:
+        """Where a process of this node opens the `hs_cache.kv_log.RetractionLog`; None where there is none."""
+        return self._log.address if self._log is not None else None
+
     def note_stored(self, names: bytes, engine: str = "") -> None:
         """Hidden states of these chunks are being stored by a client of `engine`."""
         if self._source is not None:
             self._source.note_stored(names, engine)
+
+    def note_stored_since(self, notes: Sequence[tuple[bytes, str, Mark]]) -> None:
+        """Several of `note_stored`, which may come late: names that the log has behind a note's mark are left out, for
+        what was said of them since is newer."""
+        for names, engine, mark in notes:
+            gone = self._log.since(Mark(*mark)) if self._log is not None else None
+            if gone is not None:
+                self.note_stored(b"".join(name for name in split_keys(names) if name not in gone), engine)
+
+    def note_used(self, names: Sequence[bytes]) -> None:
+        """These were found to be present, each a prefix, without asking: what is in use is not forgotten next."""
+        for prefix in names:
+            self._reported.presence(prefix)
 
     def report_stored(self, keys: bytes, engine: str = "", number: ReportNumber | None = None) -> None:
         """An engine of this node wrote KV of these chunks. Reports count where ``kv_source`` is ``reports``."""

@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from hs_cache.errors import InvalidInputError
 from hs_cache.keys import KVNames
+from hs_cache.kv_log import RetractionLog
 from hs_cache.messages import split_keys
 
 
@@ -26,6 +27,10 @@ class Presence(IntEnum):
 class KVPresence(Protocol):
     """What a retrieve asks of the KV side of its node. Names are what the KV source calls chunks: their keys, or what
     `hs_cache.keys.KVNames` has."""
+
+    def known(self, names: KVNames) -> bool:
+        """Whether all of these are known to be present without asking. Does not block; never raises."""
+        ...
 
     def presence(self, names: KVNames, timeout_s: float) -> Sequence[int]:
         """One `Presence` per name, in order. Blocks up to `timeout_s`; may raise, which counts as unknown."""
@@ -121,12 +126,14 @@ class KVIndex:
             *unknown* from then on.
         store_implies_present: storing hidden states says that the same forward pass wrote their KV
             (``kv_source: reports``).
+        log: told of all that may have been present and is not any more.
     """
 
-    def __init__(self, capacity: int, *, store_implies_present: bool) -> None:
+    def __init__(self, capacity: int, *, store_implies_present: bool, log: RetractionLog | None = None) -> None:
         if capacity < 1:
             raise InvalidInputError(f"capacity: got {capacity}, expected at least 1 key")
         self._capacity = capacity
+        self._log = log
         self._store_implies_present = store_implies_present
         self._lock = threading.Lock()
         self._listed: OrderedDict[bytes, Presence] = OrderedDict()
@@ -161,12 +168,14 @@ class KVIndex:
             self._listed.clear()
             self._unlisted = Presence.ABSENT
             self._list(present, Presence.PRESENT)
+            self._retract_all()
 
     def forget(self) -> None:
         """Something was lost: nothing is known any more."""
         with self._lock:
             self._listed.clear()
             self._unlisted = Presence.UNKNOWN
+            self._retract_all()
 
     def presence(self, keys: bytes) -> bytes:
         """One byte per key, its `Presence`. What is asked for is in use, and so not forgotten next, its head last."""
@@ -203,7 +212,14 @@ class KVIndex:
         for key in keys:
             self._listed[key] = state
             self._listed.move_to_end(key)
+        gone = [] if state is Presence.PRESENT else keys
         while len(self._listed) > self._capacity:
-            self._listed.popitem(last=False)
+            gone.append(self._listed.popitem(last=False)[0])
             # What was forgotten may have been present: an unlisted key can no longer be called absent.
             self._unlisted = Presence.UNKNOWN
+        if gone and self._log is not None:
+            self._log.retract(gone)
+
+    def _retract_all(self) -> None:
+        if self._log is not None:
+            self._log.retract_all()

@@ -5,6 +5,7 @@ from collections import OrderedDict
 from enum import Enum
 
 from hs_cache.keys import KEY_BYTES
+from hs_cache.kv_log import RetractionLog
 from hs_cache.kv_presence import KVIndex, KVStatistics, united
 from hs_cache.messages import ReportNumber, split_keys
 
@@ -31,12 +32,13 @@ class ReportedKV:
 
     Args:
         capacity: most chunks remembered per engine.
-        store_implies_present: see `KVIndex`.
+        store_implies_present, log: see `KVIndex`.
     """
 
-    def __init__(self, capacity: int, *, store_implies_present: bool = True) -> None:
+    def __init__(self, capacity: int, *, store_implies_present: bool = True, log: RetractionLog | None = None) -> None:
         self._capacity = capacity
         self._store_implies_present = store_implies_present
+        self._log = log
         self._indexes: dict[str, KVIndex] = {}
         self._numbers: OrderedDict[tuple[str, bytes], int] = OrderedDict()
         self._gaps = 0
@@ -87,11 +89,13 @@ class ReportedKV:
     def _index(self, engine: str) -> KVIndex:
         index = self._indexes.pop(engine, None)
         if index is None:
-            index = KVIndex(self._capacity, store_implies_present=self._store_implies_present)
+            index = KVIndex(self._capacity, store_implies_present=self._store_implies_present, log=self._log)
         self._indexes[engine] = index  # the last to have said something
         if len(self._indexes) > _MAX_ENGINES:
             silent = next(iter(self._indexes))
             del self._indexes[silent]
+            if self._log is not None:
+                self._log.retract_all()
             logger.warning("more than %d engines on one node: %r is forgotten", _MAX_ENGINES, silent)
         return index
 

@@ -38,7 +38,7 @@ class KVSide:
     def ask(self, names: KVNames | None, kv_local: Sequence[bool], timeout_s: float) -> list[int]:
         """Presence per chunk: what this node's KV side says of its own chunks, *present* for all others.
 
-        Blocks for the KV side, at most `timeout_s`.
+        Blocks for the KV side, at most `timeout_s`, unless it is known what it would say.
 
         Args:
             names: what the KV source calls the chunks; None where that isn't known, and so neither is their presence.
@@ -52,7 +52,10 @@ class KVSide:
             asked = [position for position, local in enumerate(kv_local) if local]
         states = [Presence.UNKNOWN] * len(asked)
         if names is not None:
-            states = self._answers(self._kv, names.pick(asked), len(asked), timeout_s)
+            names = names.pick(asked)
+            if self._kv.known(names):
+                return presence
+            states = self._answers(self._kv, names, len(asked), timeout_s)
         for position, state in zip(asked, states, strict=True):
             presence[position] = state
         return presence

@@ -14,6 +14,7 @@ DEFAULT_MARGIN_BYTES = 512 << 20
 
 _GIB = 1 << 30
 _PROC = Path("/proc")
+_STAT_BYTES = 4096
 
 
 def process_start_time(pid: int) -> int | None:
@@ -22,12 +23,8 @@ def process_start_time(pid: int) -> int | None:
     Returns:
         ``None`` if there is no such process, it is a zombie or dead, or ``/proc`` doesn't show it.
     """
-    try:
-        line = (_PROC / str(pid) / "stat").read_text(errors="replace")
-    except (FileNotFoundError, NotADirectoryError, ProcessLookupError, PermissionError):
-        return None
-    state, *fields = line[line.rindex(")") + 1 :].split()  # the name in front may hold blanks and parentheses
-    return None if state in "ZXx" else int(fields[18])
+    state, start_time = _state(pid)
+    return None if state in "ZXx" else start_time
 
 
 def own_start_time() -> int | None:
@@ -46,6 +43,28 @@ def own_start_time() -> int | None:
 def process_alive(pid: int, start_time: int) -> bool:
     """Whether the process that had this pid and start time still runs; a zombie doesn't."""
     return process_start_time(pid) == start_time
+
+
+def process_running(pid: int, start_time: int) -> bool:
+    """`process_alive`, and not stopped by a signal or a debugger."""
+    state, started = _state(pid)
+    return started == start_time and state not in "ZXxTt"
+
+
+def _state(pid: int) -> tuple[str, int | None]:
+    """A process's state and start time as ``/proc/<pid>/stat`` has them; ``"X"`` and None where it shows none."""
+    try:
+        fd = os.open(f"{_PROC}/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError, ProcessLookupError, PermissionError):
+        return "X", None
+    try:
+        line = os.read(fd, _STAT_BYTES)
+    except ProcessLookupError:
+        return "X", None
+    finally:
+        os.close(fd)
+    state, *fields = line[line.rindex(b")") + 1 :].split()  # the name in front may hold blanks and parentheses
+    return state.decode(), int(fields[18])
 
 
 @dataclass(frozen=True)

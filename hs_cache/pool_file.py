@@ -76,27 +76,43 @@ def create_memfd(name: str, header: PoolHeader) -> int:
     return fd
 
 
-def verify_memfd(fd: int, path: str, address: PoolAddress) -> None:
-    """Make sure that a file is the pool that ``address`` names.
+def open_memfd(address: PoolAddress, header: PoolHeader) -> int:
+    """Open the file that another process made with ``header``, after making sure that it is that one.
 
-    Args:
-        fd: The file, opened for reading.
-        path: What the message calls it.
-        address: What it is expected to be.
+    Never blocks on what it finds instead, and leaves it unchanged.
+
+    Returns:
+        A file descriptor for reading and writing.
 
     Raises:
-        PoolError: It is another pool or none.
-        OSError: It can't be looked at.
+        PoolError: It can't be opened from here, or what is there is something else. The message gives the reason.
     """
+    fd = -1
+    try:
+        path = f"/proc/{address.pid}/fd/{address.fd}"
+        target = os.readlink(path)  # opening a device or a FIFO has effects, so look first
+        if not target.startswith("/memfd:"):
+            raise PoolError(f"{path} is {target!r}, expected a pool's memfd")
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        _verify_memfd(fd, path, header)
+    except BaseException as error:
+        if fd >= 0:
+            os.close(fd)
+        if isinstance(error, OSError):
+            raise PoolError(f"cannot open the pool of process {address.pid}: {error}") from error
+        raise
+    return fd
+
+
+def _verify_memfd(fd: int, path: str, header: PoolHeader) -> None:
     status = os.fstat(fd)
-    size = HEADER_BYTES + address.data_bytes
+    size = header.header_bytes + header.data_bytes
     if not stat.S_ISREG(status.st_mode) or status.st_size != size:
         raise PoolError(f"{path} has {status.st_size} bytes, expected a pool's memfd of {size}")
     if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         raise PoolError(f"{path} is a file that can shrink, expected a pool's sealed memfd")
-    expected = PoolHeader(address.incarnation, address.data_bytes)
-    if len(address.incarnation) != INCARNATION_BYTES or os.pread(fd, _HEADER.size, 0) != expected.pack():
-        raise PoolError(f"{path} is not the pool {address.incarnation.hex()}: its header is another's")
+    if len(header.incarnation) != INCARNATION_BYTES or os.pread(fd, _HEADER.size, 0) != header.pack():
+        raise PoolError(f"{path} is not the pool {header.incarnation.hex()}: its header is another's")
 
 
 _live_maps: "weakref.WeakSet[mmap.mmap]" = weakref.WeakSet()

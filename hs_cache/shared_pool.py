@@ -33,9 +33,9 @@ from hs_cache.pool_file import (
     address_of,
     create_memfd,
     map_file,
+    open_memfd,
     populate,
     spare_maps,
-    verify_memfd,
 )
 
 logger = logging.getLogger(__name__)
@@ -361,12 +361,7 @@ class PoolMapping(_MappedPool):
         try:
             if not process_alive(address.pid, address.start_time):
                 raise PoolError(f"the process {address.pid} that owned the pool is gone")
-            path = f"/proc/{address.pid}/fd/{address.fd}"
-            target = os.readlink(path)  # opening a device or a FIFO has effects, so look first
-            if not target.startswith("/memfd:"):
-                raise PoolError(f"{path} is {target!r}, expected a pool's memfd")
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-            verify_memfd(fd, path, address)
+            fd = open_memfd(address, PoolHeader(address.incarnation, address.data_bytes))
             return cls(fd, address.incarnation, address.data_bytes)
         except BaseException as error:
             if fd >= 0:

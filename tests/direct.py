@@ -86,6 +86,9 @@ class DirectKV:
     def __init__(self, actor: KVActor) -> None:
         self._actor = actor
 
+    def known(self, names: KVNames) -> bool:
+        return False
+
     def presence(self, names: KVNames, timeout_s: float) -> Sequence[int]:
         answer = self._actor.presence(names.blob, names.tags, timeout_s)
         assert answer is not None

@@ -35,6 +35,7 @@ ORDER = [
     "extents",
     "pinning",
     "shared_pool",
+    "kv_log",
     "kv_presence",
     "kv_reports",
     "kv_side",
@@ -120,7 +121,16 @@ WITHOUT_TORCH = [
     "revisions",
     "lora",
 ]
-ACTORS_WITHOUT_TORCH = ["kv_actor", "controller", "hidden_state_actor", "pair", "deploy", "commands", "__main__"]
+ACTORS_WITHOUT_TORCH = [
+    "kv_actor",
+    "kv_link",
+    "controller",
+    "hidden_state_actor",
+    "pair",
+    "deploy",
+    "commands",
+    "__main__",
+]
 """All but a process that runs a `HiddenStateActor` does without torch, and that loads it by itself."""
 
 

@@ -30,6 +30,9 @@ class ScriptedKV:
         self.noted: list[bytes] = []
         self.waits: list[float] = []
 
+    def known(self, names: KVNames) -> bool:
+        return False
+
     def presence(self, names: KVNames, timeout_s: float) -> Sequence[int]:
         self.asked.append(names.blob)
         answer: Sequence[int] = self.answer(names.blob, timeout_s)

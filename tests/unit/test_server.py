@@ -99,6 +99,9 @@ class ScriptedKV:
         self.answer = answer
         self.asked: list[tuple[int, float]] = []
 
+    def known(self, names: KVNames) -> bool:
+        return False
+
     def presence(self, names: KVNames, timeout_s: float) -> Any:
         self.asked.append((len(names.blob) // 16, timeout_s))
         return self.answer(names.blob)

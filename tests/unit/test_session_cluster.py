@@ -316,6 +316,9 @@ def test_kv_that_is_absent_here_may_be_present_elsewhere(far: bool) -> None:
 class Asleep:
     """A KV side that doesn't answer."""
 
+    def known(self, names: KVNames) -> bool:
+        return False
+
     def presence(self, names: KVNames, timeout_s: float) -> Sequence[int]:
         raise TimeoutError
 
