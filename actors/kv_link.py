@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _SOURCE_SHARE = 0.8
 """Part of a KV check's time that its source may take: one that hangs is then an answer, *unknown*, and not silence."""
 
-_GATHER_S = 0.005
+_GATHER_S = 0.05
 """How long notes of what is stored are gathered into one call."""
 
 _LOG_TIMEOUT_S = 0.5

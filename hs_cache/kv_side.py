@@ -26,6 +26,9 @@ class KVSide:
     Args:
         kv: the node's KV side; None when no KV source is bound, and all KV counts as present.
         node_id: for the log.
+
+    Attributes:
+        asked_total: how often it had to be asked.
     """
 
     def __init__(self, kv: KVPresence | None, *, node_id: str) -> None:
@@ -34,6 +37,7 @@ class KVSide:
         self._turns = threading.Semaphore(_MAX_WAITING)
         self._quiet_until = 0.0
         self._in_trouble = False
+        self.asked_total = 0
 
     def ask(self, names: KVNames | None, kv_local: Sequence[bool], timeout_s: float) -> list[int]:
         """Presence per chunk: what this node's KV side says of its own chunks, *present* for all others.
@@ -79,6 +83,7 @@ class KVSide:
     def _answers(self, kv: KVPresence, names: KVNames, count: int, timeout_s: float) -> list[Presence]:
         states = [Presence.UNKNOWN] * count
         if self._take_turn():
+            self.asked_total += 1
             with self._waiting(timeout_s):
                 answers = [Presence(answer) for answer in kv.presence(names, timeout_s)]
                 if len(answers) != count:

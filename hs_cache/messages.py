@@ -355,8 +355,8 @@ class StoreStatistics:
 class NodeStatistics(Shown):
     """One `HiddenStateActor`: its store, its clients, and what its retrieves met.
 
-    `stale_stores_total`: stores refused since their revision wasn't the current one. `pin_reason` says why its pool is
-    page-locked or isn't; `without_cuda` that it needn't be.
+    `kv_asked_total`: how often the KV actor had to be asked. `stale_stores_total`: stores refused since their revision
+    wasn't the current one. `pin_reason` says why its pool is page-locked or isn't; `without_cuda` that it needn't be.
     """
 
     node_id: str
@@ -375,3 +375,4 @@ class NodeStatistics(Shown):
     revisions: RevisionTable = ()
     without_cuda: bool = False
     pin_reason: str = ""
+    kv_asked_total: int = 0

@@ -14,6 +14,9 @@ logger = logging.getLogger(__name__)
 _GATHER_S = 0.003
 """How long changes are gathered into one batch."""
 
+_ALONE_GATHER_S = 0.1
+"""How long as long as there is no other node, and so nobody who would look for them."""
+
 _HEARTBEAT_S = 1.0
 _RETRY_S = 0.5
 
@@ -45,13 +48,14 @@ class Publisher:
         self._heard = heard
         self._number = 0
         self._whole = True
+        self._alone = False
         self._in_trouble = False
 
     def run(self, stop: threading.Event) -> None:
         """Publish until `stop` is set."""
         while not stop.is_set():
             if not self._whole and self._store.changed.wait(_HEARTBEAT_S):
-                time.sleep(_GATHER_S)
+                time.sleep(_ALONE_GATHER_S if self._alone else _GATHER_S)
             if not self.step():
                 stop.wait(_RETRY_S)
 
@@ -71,6 +75,7 @@ class Publisher:
             return False
         self._in_trouble = False
         self._whole = not reply.applied
+        self._alone = reply.num_nodes < 2
         self._heard(reply)
         return True
 

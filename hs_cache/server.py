@@ -374,6 +374,7 @@ class CacheServer:
                 revisions=self._revisions.table(),
                 without_cuda=self._pool.without_cuda,
                 pin_reason=self._pool.pin_reason,
+                kv_asked_total=self._kv.asked_total,
             )
 
     def sweep(self) -> int:

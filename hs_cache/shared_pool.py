@@ -12,6 +12,7 @@ import os
 import secrets
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -42,6 +43,9 @@ logger = logging.getLogger(__name__)
 
 _GIB = 1 << 30
 _PREFAULT_PIECE_BYTES = 32 << 20
+_POPULATE_PIECE_BYTES = 4 << 20
+_POPULATE_POLL_S = 0.2
+_BLOCK_BYTES = 512  # stat(2): always
 
 
 class _MappedPool:
@@ -161,7 +165,7 @@ class _MappedPool:
 
     def _memory_missing(self, within_bytes: int | None = None) -> str | None:
         """Why there isn't the memory for what the file lacks, or for ``within_bytes`` of that; ``None`` if there is."""
-        missing = HEADER_BYTES + self.data_bytes - os.fstat(self._fd).st_blocks * 512  # stat(2): always units of 512
+        missing = HEADER_BYTES + self.data_bytes - os.fstat(self._fd).st_blocks * _BLOCK_BYTES
         needed = missing if within_bytes is None else min(missing, within_bytes)
         headroom = self._headroom()
         if needed <= 0 or headroom.nbytes - self._margin_bytes >= needed:
@@ -343,7 +347,7 @@ class PoolMapping(_MappedPool):
     def __init__(self, fd: int, incarnation: bytes, data_bytes: int) -> None:
         super().__init__(fd, incarnation, data_bytes)
         self._pin_once_lock = threading.Lock()
-        self._pin_tried = False
+        self._pin_tried = self._populating = False
         # Before the memory is unmapped: the driver would go on taking its addresses for page-locked ones.
         weakref.finalize(self, _unlock, self._page_lock, self._pid).atexit = False
 
@@ -387,6 +391,40 @@ class PoolMapping(_MappedPool):
             except RuntimeError as error:  # what torch makes of CUDA's errors
                 self._page_lock.reason = str(error)
                 logger.warning("The pool stays pageable, GPU copies will be slower: %s", error)
+
+    def populate_once(self) -> None:
+        """Have a thread fill this process's page tables for the whole pool, so that copies don't meet page faults: a
+        first write to memory takes three times as long as the next ones. Idempotent, doesn't block.
+
+        It begins when all of the pool has memory, which to provide for is the owner's part.
+        """
+        with self._lock:
+            if self._populating or self._map is None:
+                return
+            self._populating = True
+        threading.Thread(target=self._populate, name="hs_cache-populate", daemon=True).start()
+
+    def _populate(self) -> None:
+        size = HEADER_BYTES + self.data_bytes
+        while (mapped := self._map) is not None:
+            with self._lock:
+                allocated = size if self.closed else os.fstat(self._fd).st_blocks * _BLOCK_BYTES
+            if allocated >= size:
+                break
+            del mapped
+            time.sleep(_POPULATE_POLL_S)
+        else:
+            return
+        view = memoryview(mapped)  # close() can't unmap it meanwhile
+        try:
+            for start in range(0, size, _POPULATE_PIECE_BYTES):
+                if self.closed:
+                    return
+                populate(mapped, start, min(_POPULATE_PIECE_BYTES, size - start))
+        except OSError as error:
+            logger.debug("the page tables of a pool could not be filled: %s", error)
+        finally:
+            view.release()
 
     def write_view(self) -> memoryview:
         """The data, shared with the owner: ``uint8``, ``[data_bytes]``. Only write to extents reserved for you.
