@@ -402,29 +402,22 @@ class PoolMapping(_MappedPool):
             if self._populating or self._map is None:
                 return
             self._populating = True
-        threading.Thread(target=self._populate, name="hs_cache-populate", daemon=True).start()
+        # The thread must not keep the mapping: it ends when nobody uses it any more.
+        thread = threading.Thread(target=_populate, args=(weakref.ref(self),), name="hs_cache-populate", daemon=True)
+        thread.start()
 
-    def _populate(self) -> None:
-        size = HEADER_BYTES + self.data_bytes
-        while (mapped := self._map) is not None:
-            with self._lock:
-                allocated = size if self.closed else os.fstat(self._fd).st_blocks * _BLOCK_BYTES
-            if allocated >= size:
-                break
-            del mapped
-            time.sleep(_POPULATE_POLL_S)
-        else:
-            return
-        view = memoryview(mapped)  # close() can't unmap it meanwhile
-        try:
-            for start in range(0, size, _POPULATE_PIECE_BYTES):
-                if self.closed:
-                    return
-                populate(mapped, start, min(_POPULATE_PIECE_BYTES, size - start))
-        except OSError as error:
-            logger.debug("the page tables of a pool could not be filled: %s", error)
-        finally:
-            view.release()
+    def _populate_piece(self, start: int) -> int | None:
+        """Fill the page tables for one more piece; where the next one starts, None when there is none."""
+        with self._lock:
+            if self._map is None:
+                return None
+            mapped, size = self._map, HEADER_BYTES + self.data_bytes
+            if os.fstat(self._fd).st_blocks * _BLOCK_BYTES < size:
+                return start
+            view = memoryview(mapped)  # so that close() doesn't unmap it meanwhile
+        with view:
+            populate(mapped, start, min(_POPULATE_PIECE_BYTES, size - start))
+        return start + _POPULATE_PIECE_BYTES if start + _POPULATE_PIECE_BYTES < size else None
 
     def write_view(self) -> memoryview:
         """The data, shared with the owner: ``uint8``, ``[data_bytes]``. Only write to extents reserved for you.
@@ -465,6 +458,20 @@ class PoolMapping(_MappedPool):
         with self._lock:  # or close() could let the number of the file descriptor go to another file in between
             self._usable_map()
             return map_file(self._fd, position + nbytes, mmap.MAP_PRIVATE, start - position), position
+
+
+def _populate(of: "weakref.ref[PoolMapping]") -> None:
+    start: int | None = 0
+    while start is not None and (mapping := of()) is not None:
+        try:
+            following = mapping._populate_piece(start)
+        except OSError as error:
+            logger.debug("the page tables of a pool could not be filled: %s", error)
+            return
+        del mapping
+        if following == start:
+            time.sleep(_POPULATE_POLL_S)
+        start = following
 
 
 def _unlock(page_lock: PageLock, pid: int) -> None:
