@@ -78,7 +78,7 @@ class HiddenStateActor:
     def __init__(self, service: str, config: CacheConfig) -> None:
         node_id = ray.get_runtime_context().get_node_id()
         bound = config.kv_source != "none"
-        self._kv = KVLink(partial(find_actor, service, KV, node_id), config.kv_index_capacity) if bound else None
+        self._kv = KVLink(partial(find_actor, service, KV, node_id)) if bound else None
         name = actor_name("hs_cache", service, short_id(node_id))
         if ray.get_runtime_context().was_current_actor_reconstructed:
             _wait_for_headroom(config.max_hidden_state_cpu_bytes)

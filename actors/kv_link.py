@@ -27,6 +27,7 @@ _GATHER_S = 0.05
 """How long notes of what is stored are gathered into one call."""
 
 _LOG_TIMEOUT_S = 0.5
+_MAX_CONFIRMED = 262_144
 
 
 class KVLink:
@@ -38,16 +39,15 @@ class KVLink:
 
     Args:
         find: looks the actor up. `look_after` does so again when it is gone for good: another one has its name then.
-        capacity: most chunks of which is remembered that they are present.
     """
 
-    def __init__(self, find: Callable[[], ActorHandle[Any]], capacity: int) -> None:
+    def __init__(self, find: Callable[[], ActorHandle[Any]]) -> None:
         self._find = find
         self._actor = find()
         self._is_gone = False
         self._lock = threading.Lock()
         self._unmarked: list[Any] = []  # calls that brought notes, to be waited for
-        self._confirmed = ConfirmedKV(capacity)
+        self._confirmed = ConfirmedKV(_MAX_CONFIRMED)
         self._used: dict[bytes, None] = {}  # names that were found to be present without asking
         self._sending = threading.Lock()
         self._notes: SimpleQueue[tuple[bytes, str, Mark]] = SimpleQueue()
@@ -130,7 +130,10 @@ class KVLink:
             self._noted.wait()
             self._noted.clear()
             time.sleep(_GATHER_S)
-            self._send_notes()
+            try:
+                self._send_notes()
+            except Exception:  # this thread has to go on; what isn't noted is asked for, and unknown
+                logger.exception("the KV actor could not be told what is stored")
 
     def _send_notes(self) -> None:
         """Send what was noted so far. Calls of one process arrive in order, so what is asked afterwards knows it."""

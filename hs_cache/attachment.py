@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from hs_cache.config import CacheConfig
+from hs_cache.control import ActorControl, StoreControl
 from hs_cache.effects import Budget, Call, Locate, Located, Steps
 from hs_cache.errors import CacheClosedError, PoolError, ServiceError, ServiceTimeoutError
 from hs_cache.leases import ClientProcess
@@ -26,6 +27,7 @@ class Link:
     """An attachment to one incarnation of one node's actor.
 
     Attributes:
+        control: what is asked of its store.
         mapping: of its pool; None where that can't be opened, for the reason `not_shared`.
         look_again_at: when, in seconds of the monotonic clock, a link without a mapping is to be made anew: a better
             one may be possible then.
@@ -33,6 +35,7 @@ class Link:
 
     located: Located
     incarnation: bytes
+    control: StoreControl
     mapping: PoolMapping | None
     look_again_at: float
     not_shared: str = ""
@@ -118,7 +121,8 @@ class Attachment:
                 reason = str(error)
                 if not process_alive(reply.address.pid, reply.address.start_time):  # it has ended since it answered
                     look_again_at = 0.0
-        link = Link(located, reply.incarnation, mapping, look_again_at, reason)
+        control = ActorControl(located.peer, reply.incarnation, process.releaser)
+        link = Link(located, reply.incarnation, control, mapping, look_again_at, reason)
         process.releaser.start()
         if mapping is not None:
             assert reply.address is not None

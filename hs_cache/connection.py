@@ -6,7 +6,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from hs_cache.attachment import Attachment, Link
@@ -333,19 +332,3 @@ class Connection:
         with self._lock:
             for name, number in more.items():
                 self._counts[name] += number
-
-    def _with_releases(
-        self, link: Link, method: str, request: Any, timeout_s: float, *more: Any, carries_rows: bool = False
-    ) -> Steps[Any]:
-        """A call that also carries what has ended, so that memory is free again before more is asked for."""
-        releases: tuple[int, ...] = ()
-        try:
-            releases = self._process.releaser.take(link.incarnation)
-            arguments = (replace(request, releases=releases), *more)
-            reply = yield Call(link.located.peer, method, arguments, timeout_s, carries_rows)
-        except BaseException:
-            self._process.releaser.end(link.incarnation, releases)
-            raise
-        if releases:
-            self._process.releaser.taken(link.incarnation, releases)
-        return reply

@@ -16,7 +16,7 @@ from hs_cache.effects import Budget, Call, Pause, Steps, Work, after
 from hs_cache.errors import InvalidInputError
 from hs_cache.gathering import Gathered, HeldPieces, Share
 from hs_cache.keys import ChunkKeys, MMSpan
-from hs_cache.messages import UNREACHABLE, ExplainReply, ExplainRequest, LeaseReply, LeaseRequest, PlanReply
+from hs_cache.messages import UNREACHABLE, ExplainReply, ExplainRequest, LeaseRequest, PlanReply
 from hs_cache.planning import check_index, check_seconds
 from hs_cache.results import ChunkReport, Coverage, Explanation, PrefixHit
 from hs_cache.retrieval import Ask, Copies, Piece, check_ask, make_hit, map_rows, view_arrived
@@ -201,7 +201,7 @@ class Reader(Connection):
                 releaser.end(link.incarnation, (request.hold_id,))
 
         try:
-            reply: LeaseReply = yield from self._with_releases(link, "lease", request, budget.left_s)
+            reply = yield from link.control.lease(request, budget.left_s)
             own = Piece(reply.specs, 0, reply.num_tokens, reply.runs, mapping.write_view(), pool=mapping)
             pieces = (own,) if reply.num_tokens else ()
             found = Gathered(pieces, reply.ended_by, reply.alone, link.located.peer.node_id)
@@ -269,7 +269,7 @@ class Reader(Connection):
         request = self._lease_request(link, ask, budget)
         give_up = partial(self._process.releaser.end, link.incarnation, (request.hold_id,))
         try:
-            reply: PlanReply = yield from self._with_releases(link, "plan", request, budget.left_s, hold)
+            reply = yield from link.control.plan(request, hold, budget.left_s)
             node_id = link.located.peer.node_id
             own = Piece(reply.specs, 0, reply.num_tokens, (), node_id=node_id)
             found = Gathered((own,) if reply.num_tokens else (), reply.ended_by, reply.alone, node_id)

@@ -12,7 +12,7 @@ import torch
 from hs_cache.attachment import Link
 from hs_cache.config import CacheConfig
 from hs_cache.devices import NO_DEVICES, Cut, Moment
-from hs_cache.effects import Budget, Call, Steps, Work, after, transfer_s
+from hs_cache.effects import Budget, Steps, Work, after, transfer_s
 from hs_cache.errors import InvalidInputError
 from hs_cache.keys import MMSpan, normalise_token_ids
 from hs_cache.messages import CommitReply, ModelRevision, NodeStatistics, ReserveRequest, Run
@@ -266,20 +266,17 @@ class Session(Reader):
         self, link: Link, request: ReserveRequest, rows: Writable, moment: Moment, budget: Budget
     ) -> Steps[CommitReply]:
         """Reserve, copy, commit; or all at once, where the pool isn't mapped."""
-        peer = link.located.peer
         if link.mapping is None:
             return (yield from self._send(link, request, rows, moment, budget))
         give_up = partial(self._process.releaser.end, link.incarnation, (request.hold_id,))
         copying: Work | None = None
         try:
-            reply = yield from self._with_releases(link, "reserve", request, budget.left_s)
+            reply = yield from link.control.reserve(request, budget.left_s)
             if reply.runs:
                 copying = Work(partial(_copy_in, rows, link.mapping, reply.runs, moment))
                 yield copying
             budget.restart()
-            done: CommitReply = yield Call(
-                peer, "commit", (link.incarnation, request.client_id, request.hold_id), budget.left_s
-            )
+            done = yield from link.control.commit(request, budget.left_s)
         except BaseException:
             after(copying, give_up)
             raise
@@ -293,9 +290,7 @@ class Session(Reader):
         budget.restart()
         deadline_s = budget.left_s + transfer_s(rows.nbytes)
         try:
-            done: CommitReply = yield from self._with_releases(
-                link, "store_rows", request, deadline_s, flat[0], carries_rows=True
-            )
+            done = yield from link.control.store_rows(request, flat[0], deadline_s)
         except BaseException:
             # It may still be carried out, and must not replace then what was stored in the meantime.
             release = partial(

@@ -57,6 +57,7 @@ ORDER = [
     "effects",
     "background",
     "troubles",
+    "control",
     "attachment",
     "retrieval",
     "gathering",
