@@ -12,6 +12,10 @@ LMCACHE_VENV := .venv-lmcache
 LMCACHE_READY := $(LMCACHE_VENV)/.ready
 LMCACHE_PIP := $(LMCACHE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
+PEERS_VENV := .venv-peers
+PEERS_READY := $(PEERS_VENV)/.ready
+PEERS_PIP := $(PEERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
@@ -74,6 +78,15 @@ $(LMCACHE_READY): pyproject.toml constraints-lmcache.txt
 test-lmcache: $(LMCACHE_READY)  ## run the tests that need the real LMCache, on the CPU, in an environment of their own
 	$(LMCACHE_VENV)/bin/python -m pytest tests/lmcache --durations=5
 
+# Other stores that `make bench` measures beside this one. Each is left out, with its reason, where it can't be installed:
+# Mooncake's wheel needs Debian's libibverbs1 and ibverbs-providers, Redis its redis-server.
+$(PEERS_READY): Makefile
+	@$(PEERS_VENV)/bin/python -m pip --version >/dev/null 2>&1 || { echo "making $(PEERS_VENV)"; $(PYTHON) -m venv $(PEERS_VENV); }
+	@echo "installing into $(PEERS_VENV)"
+	@$(PEERS_PIP) numpy redis hiredis || echo "Redis can't be measured: its packages don't install"
+	@$(PEERS_PIP) numpy mooncake-transfer-engine-non-cuda==0.3.13 nvidia-cuda-runtime-cu12 || echo "Mooncake can't be measured: its packages don't install"
+	@touch $@
+
 CHAOS_SECONDS ?= 60
 CHAOS_SEED ?=
 
@@ -93,13 +106,14 @@ typecheck: $(READY)  ## mypy --strict
 .PHONY: check
 check: lint typecheck  ## lint and typecheck
 
+BENCH_OPTIONS ?=
+
 .PHONY: bench
-bench: $(READY)  ## measure store and retrieve on a node against memcpy, in steps, and from another node against a bare Ray transfer
-	$(BIN)/python benchmarks/same_node.py
-	$(BIN)/python benchmarks/steps.py
-	$(BIN)/python benchmarks/cross_node.py
+bench: $(READY)  ## measure hs_cache beside LMCache, Mooncake, Redis, Ray and memcpy, into benchmarks/RESULTS.md
+	@for ready in $(LMCACHE_READY) $(PEERS_READY); do $(MAKE) --no-print-directory "$$ready" || echo "going on without $$ready"; done
+	$(BIN)/python -m benchmarks $(BENCH_OPTIONS)
 
 .PHONY: clean
 clean:  ## remove the environments, caches and build output
-	rm -rf $(VENV) $(LMCACHE_VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(LMCACHE_VENV) $(PEERS_VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -8,17 +8,15 @@ The bare transfer: an actor on the other node returns a uint8 NumPy array that i
 this node's object store. Nothing is copied out of that, while a retrieve hands out rows of the caller's own; the bare
 transfer with such a copy is shown too.
 
-    python benchmarks/cross_node.py [--rounds 12] [--tokens 8192 32768] [--hidden 2048] [--json FILE]
+    python -m benchmarks.cross_node [--rounds 12] [--tokens 8192 32768] [--hidden 2048] [--json FILE]
 """
 
 import argparse
 import json
 import logging
 import os
-import platform
 import shutil
 import signal
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -30,18 +28,16 @@ import ray
 import torch
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from rich.console import Console
-from rich.table import Table
 
 import hs_cache
+from benchmarks import machine
+from benchmarks.measure import ROUNDS_OF_WARMUP, turned
+from benchmarks.subject import VOCABULARY
+from benchmarks.transfers import BARE_TRANSFER, CROSS_NODE_RETRIEVE, table
 from hs_cache.router import find_controller
 
-_ROUNDS_OF_WARMUP = 2
-_VOCABULARY = 150_000
 _SERVICE = "bench"
-_GOAL = 1.25
 _PATIENCE_S = 60.0
-_BARE, _RETRIEVE = "bare transfer", "retrieve"
 
 
 class Far:
@@ -84,7 +80,7 @@ def measure(near: Any, far: Any, tokens: int, hidden: int, rounds: int) -> dict[
     generator = torch.Generator().manual_seed(tokens)
 
     def make_prompt() -> list[int]:
-        return torch.randint(0, _VOCABULARY, (tokens,), generator=generator).tolist()
+        return torch.randint(0, VOCABULARY, (tokens,), generator=generator).tolist()
 
     def bare() -> float:
         started = time.perf_counter()
@@ -114,18 +110,17 @@ def measure(near: Any, far: Any, tokens: int, hidden: int, rounds: int) -> dict[
         return float(ray.get(far.get.remote([near.retrieve_ref(prompt, 0)])))
 
     steps: dict[str, Callable[[], float]] = {
-        _BARE: bare,
+        BARE_TRANSFER: bare,
         "bare transfer, copied to warm memory": bare_copied,
-        _RETRIEVE: retrieve,
+        CROSS_NODE_RETRIEVE: retrieve,
         "retrieve, out= reused": lambda: retrieve(out={0: warm}),
         "HiddenStateRef.get() over there": get_far,
     }
     taken: dict[str, list[float]] = {name: [] for name in steps}
-    names = list(steps)
-    for number in range(rounds + _ROUNDS_OF_WARMUP):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
+    for number in range(rounds + ROUNDS_OF_WARMUP):
+        for name in turned(list(steps), number):
             seconds = steps[name]()
-            if number >= _ROUNDS_OF_WARMUP:
+            if number >= ROUNDS_OF_WARMUP:
                 taken[name].append(seconds)
     return taken
 
@@ -153,31 +148,6 @@ def recover(near: Any, far: Any, number: int) -> float:
         if stored and near.retrieve(prompt, 0, wait_s=1):
             return time.perf_counter() - started
         assert time.perf_counter() < started + _PATIENCE_S, "the actor doesn't come back"
-
-
-def show(results: list[dict[str, Any]]) -> None:
-    """One row per measurement and size."""
-    table = Table(title="bf16, one layer, from another node of this machine; medians", title_justify="left")
-    for name in ("tokens x hidden", "MB", "what", "ms", "GB/s", "x bare transfer"):
-        table.add_column(name, justify="left" if name == "what" else "right")
-    for result in results:
-        megabytes = result["tokens"] * result["hidden"] * 2 / 1e6
-        medians = {name: statistics.median(times) for name, times in result["seconds"].items()}
-        for name, seconds in medians.items():
-            table.add_row(
-                f"{result['tokens']}x{result['hidden']}",
-                f"{megabytes:.0f}",
-                name,
-                f"{seconds * 1e3:.1f}",
-                f"{megabytes / 1e3 / seconds:.2f}",
-                f"{seconds / medians[_BARE]:.2f}",
-            )
-        table.add_section()
-    Console(width=120).print(table)
-    for result in results:
-        ratio = statistics.median(result["seconds"][_RETRIEVE]) / statistics.median(result["seconds"][_BARE])
-        verdict = "within" if ratio <= _GOAL else "above"
-        print(f"{result['tokens']}x{result['hidden']}: retrieve / bare transfer = {ratio:.2f}, {verdict} {_GOAL}")
 
 
 def main() -> None:
@@ -215,16 +185,8 @@ def main() -> None:
             for tokens in options.tokens
         ]
         kills = [recover(near, far, number) for number in range(options.kills)]
-        print(
-            f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, ray {ray.__version__}, "
-            f"torch {torch.__version__}; {options.rounds} rounds"
-        )
-        show(results)
-        if kills:
-            print(
-                "from the SIGKILL of the other node's hidden-state actor to the next hit of what is stored there: "
-                f"{statistics.median(kills):.1f} s (median of {len(kills)})"
-            )
+        print(machine.in_a_line(options.rounds))
+        table(results, kills).print()
         if options.json:
             options.json.write_text(json.dumps({"results": results, "recovery_seconds": kills}, indent=1))
         hs_cache.stop(service=_SERVICE)

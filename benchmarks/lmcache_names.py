@@ -1,5 +1,5 @@
 """LMCache's chunk hashes of 32,768 tokens: ours beside LMCache's own loop, medians. Needs lmcache and cbor2:
-``make test-lmcache`` once, then ``.venv-lmcache/bin/python benchmarks/lmcache_names.py``.
+``make test-lmcache`` once, then ``.venv-lmcache/bin/python -m benchmarks.lmcache_names``.
 """
 
 import statistics
@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.subject import CHUNK_SIZE, VOCABULARY
 from hs_cache.lmcache_names import LMCacheNaming, name_of
 from tests.lmcache import golden
 
-TOKENS, CHUNK_SIZE, REPEATS = 32_768, 256, 101
-VOCABULARY = 152_064  # Qwen's
+TOKENS, REPEATS = 32_768, 101
 
 
 def median_ms(work: Callable[[], Any]) -> float:

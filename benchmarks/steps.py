@@ -3,23 +3,24 @@
 Every round runs each way once, in an order that rotates; the table shows how many rows are retrievable afterwards, and
 medians of the time that the calls of a whole prompt take together.
 
-    python benchmarks/steps.py [--rounds 5] [--tokens 4096] [--hidden 2048] [--steps 1 7 300 1000]
+    python -m benchmarks.steps [--rounds 5] [--tokens 4096] [--hidden 2048] [--steps 1 7 300 1000] [--json FILE]
 """
 
 import argparse
-import platform
+import logging
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import ray
 import torch
-from rich.console import Console
-from rich.table import Table
 
 import hs_cache
-
-_VOCABULARY = 150_000
+from benchmarks import machine
+from benchmarks.measure import turned
+from benchmarks.subject import VOCABULARY
+from benchmarks.tables import Table
 
 
 def measure(
@@ -45,8 +46,8 @@ def measure(
     taken: dict[tuple[str, int], list[float]] = {run: [] for run in runs}
     found: dict[tuple[str, int], int] = {}
     for number in range(rounds + 1):
-        for way, size in runs[number % len(runs) :] + runs[: number % len(runs)]:
-            prompt = torch.randint(0, _VOCABULARY, (tokens,)).tolist()
+        for way, size in turned(runs, number):
+            prompt = torch.randint(0, VOCABULARY, (tokens,)).tolist()
             started = time.perf_counter()
             ways[way](prompt, size)
             seconds = time.perf_counter() - started
@@ -65,25 +66,24 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--steps", type=int, nargs="+", default=[1, 7, 300, 1000])
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    ray.init(address="local", include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init(address="local", include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
     cache = hs_cache.connect({"max_hidden_state_cpu_size": 0.5}, service="bench")
     assert cache is not None
     results = measure(cache, options.steps, options.tokens, options.hidden, options.rounds)
     whole = results["store", options.tokens][1]
-    title = f"{options.tokens} x {options.hidden}, bf16, one layer, chunks of {cache.chunk_size}; medians"
-    table = Table(title=title, title_justify="left")
-    for name in ("tokens a step", "way", "rows retrievable", "ms", "x one store", "us a step"):
-        table.add_column(name, justify="left" if name == "way" else "right")
+    title = f"Prefill in steps, {options.tokens}x{options.hidden}, bf16, one layer, chunks of {cache.chunk_size}"
+    rows = []
     for (way, size), (found, seconds) in results.items():
         calls = -(-options.tokens // size)
         figures = (f"{seconds * 1e3:.1f}", f"{seconds / whole:.1f}", f"{seconds / calls * 1e6:.0f}")
-        table.add_row(f"{size}", way, f"{found}", *figures)
-    print(
-        f"{platform.machine()}, {torch.get_num_threads()} threads, Python {platform.python_version()}, "
-        f"ray {ray.__version__}, torch {torch.__version__}; {options.rounds} rounds"
-    )
-    Console(width=100).print(table)
+        rows.append((way, f"{size}", f"{found}", *figures))
+    table = Table(title, ("way", "tokens a step", "rows retrievable", "ms", "x one store", "us a step"), rows)
+    print(machine.in_a_line(options.rounds))
+    table.print()
+    if options.json:
+        table.write(options.json)
     hs_cache.stop(service="bench")
     ray.shutdown()
 

@@ -1,0 +1,96 @@
+"""Rounds over all subjects at one size: what comes after what changes from round to round."""
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from benchmarks.quiet import Watch, wait_until_quiet
+from benchmarks.results import SizeResult
+from benchmarks.subject import STORE, MeasurementError, Size, Subject
+
+ROUNDS_OF_WARMUP = 2
+_MOST_ROUNDS = 1.5
+"""How many rounds are tried for one that counts, before disturbed ones do."""
+
+_T = TypeVar("_T")
+
+Seconds = dict[str, dict[str, float]]
+
+
+def turned(items: Sequence[_T], number: int) -> list[_T]:
+    """The items in the order of a round: turned by one from round to round, and backwards once all have been first, so
+    that nobody always comes after the same."""
+    if not items:
+        return []
+    first = number % len(items)
+    order = [*items[first:], *items[:first]]
+    return order[::-1] if number // len(items) % 2 else order
+
+
+def measure(
+    subjects: Mapping[str, Subject], size: Size, rounds: int, patience_s: float
+) -> tuple[SizeResult, dict[str, float]]:
+    """Measure all subjects; also the bytes per token that those who know keep.
+
+    A subject that fails is left out, and its reason is part of the result.
+
+    Args:
+        subjects: by name.
+        rounds: that count.
+        patience_s: how long to wait for other processes to be quiet, before the first round.
+    """
+    missing: dict[str, str] = {}
+    steps: dict[str, list[str]] = {}
+    kept: dict[str, float] = {}
+    for name, subject in subjects.items():
+        try:
+            steps[name] = subject.prepare(size)
+            kept.update(_first_round(name, subject, steps[name]))
+        except MeasurementError as error:
+            steps.pop(name, None)
+            missing[name] = str(error)
+    wait_until_quiet(patience_s)
+    clean: list[Seconds] = []
+    disturbed: list[tuple[float, Seconds]] = []
+    for number in range(ROUNDS_OF_WARMUP + round(rounds * _MOST_ROUNDS)):
+        with Watch() as watch:
+            seconds: Seconds = {}
+            for name in turned(list(steps), number):
+                try:
+                    seconds[name] = _round(subjects[name], steps[name], number)
+                except MeasurementError as error:
+                    del steps[name]
+                    missing[name] = str(error)
+        if number < ROUNDS_OF_WARMUP:
+            continue
+        if watch.disturbed:
+            disturbed.append((watch.foreign_s / watch.wall_s, seconds))
+        else:
+            clean.append(seconds)
+        if len(clean) == rounds:
+            break
+    least = sorted(disturbed, key=lambda each: each[0])[: rounds - len(clean)]
+    counted = [*clean, *(seconds for _, seconds in least)]
+    taken = {name: {step: [each[name][step] for each in counted] for step in steps[name]} for name in steps}
+    return SizeResult(size, taken, len(disturbed), len(least), missing), kept
+
+
+def _first_round(name: str, subject: Subject, steps: Sequence[str]) -> dict[str, float]:
+    """Untimed: what comes back is right, and what is kept for it."""
+    subject.begin()
+    kept = {}
+    if STORE in steps:
+        subject.time(STORE)
+        if (found := subject.bytes_per_token()) is not None:
+            kept[name] = found
+        subject.verify()
+    subject.finish()
+    return kept
+
+
+def _round(subject: Subject, steps: Sequence[str], number: int) -> dict[str, float]:
+    subject.begin()
+    first = [step for step in steps if step == STORE]
+    others = [step for step in steps if step != STORE]
+    seconds = {step: subject.time(step) for step in [*first, *turned(others, number)]}
+    subject.finish()
+    return seconds
