@@ -1,6 +1,6 @@
 """One of several client processes: joins the cluster, stores a prompt of its own, and retrieves it over and over.
 
-python -m benchmarks.client ADDRESS SERVICE
+Started as ``python -m benchmarks.client ADDRESS SERVICE``, to talk to `benchmarks.peers.Worker`.
 """
 
 import logging

@@ -58,6 +58,9 @@ class Baseline(Subject):
         self._warm = [torch.zeros_like(rows) for rows in self._rows]
         return [COPY, COPY_FRESH, READ_ONLY, CALL]
 
+    def wake(self) -> None:
+        self.act(CALL)
+
     def act(self, step: str) -> Any:
         if step == COPY:
             return [warm.copy_(rows) for warm, rows in zip(self._warm, self._rows, strict=True)]
@@ -80,6 +83,9 @@ class RayObjects(Subject):
     def prepare(self, size: Size) -> list[str]:
         self._rows: list[Any] = [rows.view(torch.uint8).numpy() if self._as_bytes else rows for rows in make_rows(size)]
         return [STORE, RETRIEVE, READ]
+
+    def wake(self) -> None:
+        ray.get(ray.put(self._rows[0][:1]))
 
     def act(self, step: str) -> Any:
         if step == STORE:
@@ -135,6 +141,9 @@ class HSCache(Subject):
         half = self._size.tokens // 2
         self._half = self._prompt[:half] + self._missing[half:]
         self._resident_before = self._pool().resident_bytes
+
+    def wake(self) -> None:
+        self.act(MISS)
 
     def act(self, step: str) -> Any:
         if step == RETRIEVE:

@@ -11,6 +11,8 @@ ROUNDS_OF_WARMUP = 2
 _MOST_ROUNDS = 1.5
 """How many rounds are tried for one that counts, before disturbed ones do."""
 
+_TIMES_WOKEN = 3
+
 _T = TypeVar("_T")
 
 Seconds = dict[str, dict[str, float]]
@@ -91,6 +93,8 @@ def _round(subject: Subject, steps: Sequence[str], number: int) -> dict[str, flo
     subject.begin()
     first = [step for step in steps if step == STORE]
     others = [step for step in steps if step != STORE]
+    for _ in range(_TIMES_WOKEN):
+        subject.wake()
     seconds = {step: subject.time(step) for step in [*first, *turned(others, number)]}
     subject.finish()
     return seconds

@@ -56,6 +56,9 @@ class LMCache(Subject):
         self._stored = put_kv(self._engine, self._prompt)
         check(self._engine.lookup(tokens=self._prompt) == self._size.tokens, "the KV that was put isn't there")
 
+    def wake(self) -> None:
+        self.act(MISS)
+
     def act(self, step: str) -> Any:
         if step == STORE:
             return [

@@ -1,6 +1,6 @@
 """Mooncake's store with its master on the loopback, and the memory that it stores in in this process: its best case.
 
-.venv-peers/bin/python -m benchmarks.peer_mooncake POOL_GIB
+Started as ``.venv-peers/bin/python -m benchmarks.peer_mooncake POOL_GIB``, to talk to `benchmarks.peers.Worker`.
 """
 
 import sys
@@ -58,6 +58,9 @@ class Mooncake(Blocks):
         for buffer in (self.given, self._got):
             check(self._store.register_buffer(buffer.ctypes.data, buffer.nbytes) == 0, "can't register memory")
         return steps
+
+    def wake(self) -> None:
+        self._store.is_exist("asleep")
 
     def put(self) -> bool:
         done = self._store.batch_put_from(self.names, *self._pieces(self.given))

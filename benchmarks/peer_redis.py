@@ -1,6 +1,6 @@
 """Redis over the loopback address, with nothing written to disk.
 
-.venv-peers/bin/python -m benchmarks.peer_redis POOL_GIB
+Started as ``.venv-peers/bin/python -m benchmarks.peer_redis POOL_GIB``, to talk to `benchmarks.peers.Worker`.
 """
 
 import shutil
@@ -36,6 +36,10 @@ class Redis(Blocks):
         self._server = start_server([str(server), *where, *limits, "--save", "", "--appendonly", "no"], [port])
         self._writer = _connect(port, redis._parsers._RESP2Parser)
         self._reader = _connect(port, redis._parsers._HiredisParser)
+
+    def wake(self) -> None:
+        for connection in (self._writer, self._reader):
+            connection.ping()
 
     def put(self) -> bool:
         pipeline = self._writer.pipeline(transaction=False)

@@ -98,6 +98,9 @@ class Worker(Subject):
     def begin(self) -> None:
         self.ask("begin")
 
+    def wake(self) -> None:
+        self.ask("wake")
+
     def time(self, step: str) -> float:
         return float(self.ask("time", step=step))
 

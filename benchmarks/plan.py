@@ -33,7 +33,7 @@ _TOKENS, _HIDDEN = (1024, 8192, 32768), (2048, 3584)
 
 FULL = Plan(
     sizes=tuple(Size(tokens, hidden, layers) for hidden in _HIDDEN for layers in (1, 3) for tokens in _TOKENS),
-    rounds=12,
+    rounds=10,
     full_size=Size(8192, 2048),
     full_prompts=8,
     clients=(1, 2, 4, 8),

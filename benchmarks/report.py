@@ -1,7 +1,4 @@
-"""What a run found, as tables, Markdown and a plot. Measures nothing.
-
-python -m benchmarks.report RUN.json [--results benchmarks/RESULTS.md] [--plot benchmarks/results.png]
-"""
+"""What a run found, as tables, Markdown and a plot: ``python -m benchmarks.report [RUN.json]``. Measures nothing."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -29,14 +26,14 @@ from benchmarks.tables import Table
 from benchmarks.targets import judge
 
 _HERE = Path(__file__).parent
-RESULTS, PLOT = _HERE / "RESULTS.md", _HERE / "results.png"
+RESULTS, PLOT, SECONDS = _HERE / "RESULTS.md", _HERE / "results.png", _HERE / "run.json"
 
 _SUBJECTS = (HS_CACHE, BASELINE, LMCACHE_TUNED, LMCACHE, MOONCAKE, REDIS, RAY_BYTES, RAY_TENSOR)
 _STEPS = (COPY, COPY_FRESH, READ_ONLY, CALL, STORE, STORE_ASYNC, RETRIEVE, READ, HALF, MISS, PLAN, KEYS)
 
 _NOTES = """\
-* Everything is measured in the same rounds; who comes first changes from round to round. Figures are medians. What to
-  look at are the ratios: absolute times depend on the machine.
+* Everything is measured in the same rounds; who comes first changes from round to round, and everyone is woken by small
+  calls that aren't timed. Figures are medians. What to look at are the ratios: absolute times depend on the machine.
 * Rows are bf16. Each round stores a prompt that was never seen, into a pool with room for it; where the pool is full,
   that is said.
 * *hs_cache*: a client on the service's node, with `kv_source: reports`: storing says that KV is there, and each
@@ -78,7 +75,7 @@ def markdown(run: Run, plot: str) -> str:
     counts = ", ".join(f"{verdicts.count(word)} {word}" for word in ("met", "missed", "not measured"))
     parts = [
         "# Results",
-        f"Targets: {counts}. Made from one run of {run.wall_s / 60:.0f} minutes; see the commands at the end.",
+        f"Targets: {counts}. One run of {run.wall_s / 60:.0f} minutes; {_disturbance(run)}",
         f"![store and retrieve by size]({plot})",
         _NOTES,
     ]
@@ -90,9 +87,9 @@ def markdown(run: Run, plot: str) -> str:
 
 
 _COMMANDS = """\
-    make bench                                        # measures, and writes this file and the plot
-    .venv/bin/python -m benchmarks --quick            # small sizes, three rounds
-    .venv/bin/python -m benchmarks.report RUN.json    # this file again, from the seconds that `--json RUN.json` kept"""
+    make bench                              # measures, and writes this file, the plot, and all seconds to run.json
+    .venv/bin/python -m benchmarks.report   # this file and the plot again, from run.json
+    make bench BENCH_OPTIONS=--quick        # small sizes, three rounds: shows that everything works"""
 
 
 def _targets(run: Run) -> Table:
@@ -152,12 +149,25 @@ def _bytes_per_token(run: Run) -> Table:
 
 
 def _rounds(run: Run) -> Table:
-    results = [*run.sizes, *([run.full_pool] if run.full_pool else [])]
     rows = [
-        (f"{result.size}" + (", full pool" if result is run.full_pool else ""), *_counts(result)) for result in results
+        (f"{result.size}" + (", full pool" if result is run.full_pool else ""), *_counts(result))
+        for result in _results(run)
     ]
     columns = ("size", "rounds", "disturbed by other processes", "of these counted")
     return Table("Rounds", columns, rows)
+
+
+def _disturbance(run: Run) -> str:
+    """How far the figures can be trusted."""
+    kept = sum(result.kept for result in _results(run))
+    if not kept:
+        return "rounds that other processes disturbed were measured again."
+    counted = sum(int(_counts(result)[0]) for result in _results(run))
+    return f"**other processes disturbed {kept} of {counted} rounds that count: measure again on an idle machine.**"
+
+
+def _results(run: Run) -> list[SizeResult]:
+    return [*run.sizes, *([run.full_pool] if run.full_pool else [])]
 
 
 def _counts(result: SizeResult) -> Sequence[str]:
@@ -184,7 +194,7 @@ def write(run: Run, results: Path, plot: Path) -> None:
 def main() -> None:
     """Read a run, write what it found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path)
+    parser.add_argument("run", type=Path, nargs="?", default=SECONDS)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--plot", type=Path, default=PLOT)
     options = parser.parse_args()

@@ -69,6 +69,9 @@ class Subject:
     def begin(self) -> None:
         """A new round: a prompt that was never seen."""
 
+    def wake(self) -> None:
+        """Do something small: others had the CPUs and caches meanwhile, and what is measured is in use, not asleep."""
+
     def act(self, step: str) -> Any:
         """Take a step."""
         raise NotImplementedError

@@ -31,7 +31,7 @@ class Table:
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> "Table":
         """From JSON; ``left`` and ``facts`` may be absent, and cells numbers."""
-        rows = [[str(cell) for cell in row] for row in found["rows"]]
+        rows = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in found["rows"]]
         return cls(found["title"], found["columns"], rows, found.get("left", 1), found.get("facts", {}))
 
     def write(self, path: Path) -> None:
