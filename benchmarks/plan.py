@@ -52,6 +52,6 @@ QUICK = Plan(
     clients_size=Size(1024, 2048),
     clients_seconds=0.5,
     clients_rounds=1,
-    patience_s=2.0,
+    patience_s=1.0,
     commands={"cross_node": ("--rounds", "3", "--tokens", "1024", "--kills", "0")},
 )
