@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from actors.kv_link import KVLink
+from actors.kv_calls import RayKVCalls
 from hs_cache.config import CacheConfig
 from hs_cache.errors import PoolTooLargeError, ServiceError
 from hs_cache.html import short_id
+from hs_cache.kv_link import KVLink
 from hs_cache.machine import require_headroom
 from hs_cache.messages import (
     AttachReply,
@@ -77,8 +78,11 @@ class HiddenStateActor:
 
     def __init__(self, service: str, config: CacheConfig) -> None:
         node_id = ray.get_runtime_context().get_node_id()
-        bound = config.kv_source != "none"
-        self._kv = KVLink(partial(find_actor, service, KV, node_id)) if bound else None
+        self._kv: KVLink | None = None
+        if config.kv_source != "none":
+            calls = RayKVCalls(partial(find_actor, service, KV, node_id))
+            self._kv = KVLink(calls, logs=config.kv_source == "reports", capacity=config.kv_index_capacity)
+            threading.Thread(target=self._kv.run, name="hs_cache-kv-notes", daemon=True).start()
         name = actor_name("hs_cache", service, short_id(node_id))
         if ray.get_runtime_context().was_current_actor_reconstructed:
             _wait_for_headroom(config.max_hidden_state_cpu_bytes)
@@ -99,6 +103,7 @@ class HiddenStateActor:
         )
         threading.Thread(target=publisher.run, args=(self._stop,), name="hs_cache-publisher", daemon=True).start()
         threading.Thread(target=self._sweep, name="hs_cache-sweeper", daemon=True).start()
+        gc.collect()
         gc.freeze()  # what PyTorch and Ray have made is here to stay: a collection need not look at it each time
 
     def _publish(self, batch: LocationBatch) -> PublishReply:
@@ -114,14 +119,20 @@ class HiddenStateActor:
 
     def _sweep(self) -> None:
         while True:
-            if self._kv is not None:
-                self._kv.look_after()
+            self._look_after_kv()
             if self._stop.wait(_SWEEP_PERIOD_S):
                 return
             try:
                 self._server.sweep()
             except OSError as error:  # out of file descriptors, say: nobody counts as gone because of that
                 logger.warning("clients could not be looked after: %s", error)
+
+    def _look_after_kv(self) -> None:
+        try:
+            if self._kv is not None:
+                self._kv.look_after()
+        except Exception:  # whatever Ray raises: this thread also frees what dead clients held
+            logger.exception("the KV actor could not be looked after")
 
     def config(self) -> CacheConfig:
         """The settings it runs with."""

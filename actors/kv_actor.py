@@ -1,5 +1,6 @@
 """The actor that knows which KV chunks its node still holds. Needs no torch."""
 
+import logging
 import pkgutil
 import sys
 from collections.abc import Sequence
@@ -7,10 +8,12 @@ from typing import Any
 
 from hs_cache.config import CacheConfig
 from hs_cache.errors import InvalidInputError
-from hs_cache.kv_log import Mark, RetractionLog
+from hs_cache.kv_log import RetractionLog
 from hs_cache.kv_presence import KVSource, KVStatistics, RegistersEngines
 from hs_cache.kv_reports import Report, ReportedKV
-from hs_cache.messages import PoolAddress, ReportNumber, split_keys
+from hs_cache.messages import PoolAddress, ReportNumber
+
+logger = logging.getLogger(__name__)
 
 _SOURCES = {
     "lmcache": "hs_cache.integrations.lmcache_source:LMCacheSource",
@@ -21,15 +24,15 @@ _SOURCES = {
 class KVActor:
     """Answers the `HiddenStateActor` of the same node, from the service's `hs_cache.kv_presence.KVSource`.
 
-    Not threaded: calls of one sender take effect in the order in which they were sent, which is what makes an eviction
-    that is reported after a store come after it here. Names of chunks are blobs of 16 bytes each: keys, or what
+    Not threaded: calls of one sender take effect in the order in which they were sent. That an eviction reported after
+    a store comes after it here is due to the marks of late notes; until these have come, some 50 ms, the store's node
+    knows of its chunks and this actor doesn't. Names of chunks are blobs of 16 bytes each: keys, or what
     `hs_cache.keys.KVNames` has where the source needs those.
     """
 
     def __init__(self, config: CacheConfig) -> None:
         self._source: KVSource | None = None
-        # Others are asked each time: what they answer holds for that moment.
-        self._log = RetractionLog() if config.kv_source == "reports" and sys.platform == "linux" else None
+        self._log = _make_log() if config.kv_source == "reports" else None  # what others say holds for that moment
         self._reported = ReportedKV(config.kv_index_capacity, log=self._log)
         if config.kv_source == "reports":
             self._source = self._reported
@@ -47,10 +50,10 @@ class KVActor:
 
     def marked_presence(
         self, names: bytes, tags: tuple[tuple[str, str], ...], timeout_s: float
-    ) -> tuple[bytes | None, Mark | None]:
-        """As `presence`, and from where on the log has what isn't present any more; None where there is no log."""
-        mark = self._log.mark() if self._log is not None else None
-        return self.presence(names, tags, timeout_s), mark
+    ) -> tuple[bytes | None, tuple[bytes, int] | None]:
+        """As `presence`, and the `hs_cache.kv_log.Mark` up to which it holds; None where there is no log."""
+        mark = None if self._log is None else self._log.mark()
+        return self.presence(names, tags, timeout_s), None if mark is None else (mark.token, mark.position)
 
     def log_address(self) -> PoolAddress | None:
         """Where a process of this node opens the `hs_cache.kv_log.RetractionLog`; None where there is none."""
@@ -61,18 +64,16 @@ class KVActor:
         if self._source is not None:
             self._source.note_stored(names, engine)
 
-    def note_stored_since(self, notes: Sequence[tuple[bytes, str, Mark]]) -> None:
-        """Several of `note_stored`, which may come late: names that the log has behind a note's mark are left out, for
-        what was said of them since is newer."""
-        for names, engine, mark in notes:
-            gone = self._log.since(Mark(*mark)) if self._log is not None else None
-            if gone is not None:
-                self.note_stored(b"".join(name for name in split_keys(names) if name not in gone), engine)
+    def note_stored_late(self, notes: Sequence[tuple[bytes, str, bytes, int]]) -> None:
+        """What was stored a moment ago: names, engine, and the mark at which they were being stored. What this engine
+        took back since stays taken back. Notes for a predecessor of this actor are of no account."""
+        for names, engine, token, position in notes:
+            if self._log is not None and token == self._log.token:
+                self._reported.note_stored(names, engine, since=position)
 
-    def note_used(self, names: Sequence[bytes]) -> None:
-        """These were found to be present, each a prefix, without asking: what is in use is not forgotten next."""
-        for prefix in names:
-            self._reported.presence(prefix)
+    def touch(self, names: bytes) -> None:
+        """These chunks were found to be present without asking: what is in use is not forgotten next."""
+        self._reported.touch(names)
 
     def report_stored(self, keys: bytes, engine: str = "", number: ReportNumber | None = None) -> None:
         """An engine of this node wrote KV of these chunks. Reports count where ``kv_source`` is ``reports``."""
@@ -95,3 +96,13 @@ class KVActor:
     def stats(self) -> KVStatistics:
         """Counts."""
         return (self._source or self._reported).stats()
+
+
+def _make_log() -> RetractionLog | None:
+    if sys.platform != "linux":
+        return None
+    try:
+        return RetractionLog()
+    except OSError as error:
+        logger.warning("each retrieve will ask this KV actor, there is no memory for its log: %s", error)
+        return None

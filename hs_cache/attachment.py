@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from hs_cache.config import CacheConfig
-from hs_cache.control import ActorControl, StoreControl
+from hs_cache.control import StoreControl
 from hs_cache.effects import Budget, Call, Locate, Located, Steps
 from hs_cache.errors import CacheClosedError, PoolError, ServiceError, ServiceTimeoutError
 from hs_cache.leases import ClientProcess
@@ -121,7 +121,7 @@ class Attachment:
                 reason = str(error)
                 if not process_alive(reply.address.pid, reply.address.start_time):  # it has ended since it answered
                     look_again_at = 0.0
-        control = ActorControl(located.peer, reply.incarnation, process.releaser)
+        control = StoreControl(located.peer, reply.incarnation, process.releaser)
         link = Link(located, reply.incarnation, control, mapping, look_again_at, reason)
         process.releaser.start()
         if mapping is not None:

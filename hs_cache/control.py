@@ -1,11 +1,10 @@
 """What a client asks of the store of its node: the one place where it is decided that this takes an actor call.
 
-Operations go through a `StoreControl`, never to the actor. Who answers a local hit from an index in shared memory, say,
-gives a `lease` that yields no `Call` where it can do without, and leaves the rest to `ActorControl`.
+An index of the store in shared memory could answer a `lease` here without yielding a `Call`; nobody else would notice.
 """
 
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from hs_cache.effects import Call, Peer, Steps
 from hs_cache.leases import Releaser
@@ -13,36 +12,9 @@ from hs_cache.messages import CommitReply, LeaseReply, LeaseRequest, PlanReply, 
 from hs_cache.rows import Flat
 
 
-class StoreControl(Protocol):
-    """The operations of one node's store, for one incarnation of its pool. Each raises what the node refuses it with,
-    and `ServiceError` when there is no answer within `timeout_s`.
-
-    A request brings along, or sees to it, that what has ended is released before more is granted.
-    """
-
-    def lease(self, request: LeaseRequest, timeout_s: float) -> Steps[LeaseReply]:
-        """See `hs_cache.server.CacheServer.lease`."""
-        ...
-
-    def plan(self, request: LeaseRequest, keep: bool, timeout_s: float) -> Steps[PlanReply]:
-        """See `hs_cache.server.CacheServer.plan`."""
-        ...
-
-    def reserve(self, request: ReserveRequest, timeout_s: float) -> Steps[ReserveReply]:
-        """See `hs_cache.server.CacheServer.reserve`."""
-        ...
-
-    def commit(self, request: ReserveRequest, timeout_s: float) -> Steps[CommitReply]:
-        """Make visible what was written into the place that this request was given."""
-        ...
-
-    def store_rows(self, request: ReserveRequest, flat: Flat, timeout_s: float) -> Steps[CommitReply]:
-        """See `hs_cache.server.CacheServer.store_rows`."""
-        ...
-
-
-class ActorControl:
-    """A `StoreControl` that calls the node's `HiddenStateActor`.
+class StoreControl:
+    """The operations of one node's store, for one incarnation of its pool, as calls of its `HiddenStateActor`. Each
+    raises what the node refuses it with, and `ServiceError` when there is no answer within `timeout_s`.
 
     Args:
         peer: the actor.
@@ -57,25 +29,25 @@ class ActorControl:
         self._releaser = releaser
 
     def lease(self, request: LeaseRequest, timeout_s: float) -> Steps[LeaseReply]:
-        """See `StoreControl`."""
+        """See `hs_cache.server.CacheServer.lease`."""
         return self._call("lease", request, timeout_s)
 
     def plan(self, request: LeaseRequest, keep: bool, timeout_s: float) -> Steps[PlanReply]:
-        """See `StoreControl`."""
+        """See `hs_cache.server.CacheServer.plan`."""
         return self._call("plan", request, timeout_s, keep)
 
     def reserve(self, request: ReserveRequest, timeout_s: float) -> Steps[ReserveReply]:
-        """See `StoreControl`."""
+        """See `hs_cache.server.CacheServer.reserve`."""
         return self._call("reserve", request, timeout_s)
 
     def commit(self, request: ReserveRequest, timeout_s: float) -> Steps[CommitReply]:
-        """See `StoreControl`."""
+        """Make visible what was written into the place that this request was given."""
         ids = (self._incarnation, request.client_id, request.hold_id)
         done: CommitReply = yield Call(self._peer, "commit", ids, timeout_s)
         return done
 
     def store_rows(self, request: ReserveRequest, flat: Flat, timeout_s: float) -> Steps[CommitReply]:
-        """See `StoreControl`."""
+        """See `hs_cache.server.CacheServer.store_rows`."""
         return self._call("store_rows", request, timeout_s, flat, carries_rows=True)
 
     def _call(self, method: str, request: Any, timeout_s: float, *more: Any, carries_rows: bool = False) -> Steps[Any]:

@@ -42,7 +42,8 @@ class KVPresence(Protocol):
         ...
 
     def settle_notes(self, timeout_s: float) -> bool:
-        """Whether every earlier `note_stored` has arrived; blocks up to `timeout_s` for that. Never raises."""
+        """Whether every earlier `note_stored` has arrived, but for those that may come late; blocks up to `timeout_s`
+        for that. Never raises."""
         ...
 
 
@@ -127,9 +128,12 @@ class KVIndex:
         store_implies_present: storing hidden states says that the same forward pass wrote their KV
             (``kv_source: reports``).
         log: told of all that may have been present and is not any more.
+        taken_back: the position there of what has concerned all keys before.
     """
 
-    def __init__(self, capacity: int, *, store_implies_present: bool, log: RetractionLog | None = None) -> None:
+    def __init__(
+        self, capacity: int, *, store_implies_present: bool, log: RetractionLog | None = None, taken_back: int = -1
+    ) -> None:
         if capacity < 1:
             raise InvalidInputError(f"capacity: got {capacity}, expected at least 1 key")
         self._capacity = capacity
@@ -138,6 +142,8 @@ class KVIndex:
         self._lock = threading.Lock()
         self._listed: OrderedDict[bytes, Presence] = OrderedDict()
         self._unlisted: Presence | None = None
+        self._taken_back: dict[bytes, int] = {}  # where in the log those listed that aren't present were taken back
+        self._all_taken_back = taken_back  # and where the last of those was that aren't listed
         self._reports = 0
 
     def report_stored(self, keys: bytes) -> None:
@@ -148,13 +154,19 @@ class KVIndex:
         """The engine no longer has KV for these chunks."""
         self._report(keys, Presence.ABSENT)
 
-    def note_stored(self, keys: bytes) -> None:
+    def note_stored(self, keys: bytes, since: int | None = None) -> None:
         """Hidden states of these chunks are being stored, so whatever was heard of their absence is out of date.
 
         They are present where a store implies it; elsewhere they are unknown until their source says more.
+
+        Args:
+            since: the position in the log at which they were being stored, if this may come late: what was taken back
+                from there on stays so.
         """
         split = split_keys(keys)
         with self._lock:
+            if since is not None:
+                split = [key for key in split if self._last_taken_back(key) < since]
             if self._store_implies_present:
                 self._list(split, Presence.PRESENT)
             else:
@@ -165,17 +177,13 @@ class KVIndex:
         present = split_keys(keys)
         with self._lock:
             self._reports += 1
-            self._listed.clear()
-            self._unlisted = Presence.ABSENT
+            self._take_all_back(Presence.ABSENT)
             self._list(present, Presence.PRESENT)
-            self._retract_all()
 
     def forget(self) -> None:
         """Something was lost: nothing is known any more."""
         with self._lock:
-            self._listed.clear()
-            self._unlisted = Presence.UNKNOWN
-            self._retract_all()
+            self._take_all_back(Presence.UNKNOWN)
 
     def presence(self, keys: bytes) -> bytes:
         """One byte per key, its `Presence`. What is asked for is in use, and so not forgotten next, its head last."""
@@ -185,10 +193,13 @@ class KVIndex:
         """As `presence`, but None for keys of which nothing was ever said, as long as nothing was forgotten."""
         split = split_keys(keys)
         with self._lock:
-            for key in reversed(split):
-                if key in self._listed:
-                    self._listed.move_to_end(key)
+            self._touch(split)
             return [self._listed.get(key, self._unlisted) for key in split]
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """These are in use, and so not forgotten next, the first of them last."""
+        with self._lock:
+            self._touch(keys)
 
     def stats(self) -> KVStatistics:
         """Counts, under the lock; O(capacity)."""
@@ -208,18 +219,36 @@ class KVIndex:
             self._reports += 1
             self._list(split, state)
 
-    def _list(self, keys: list[bytes], state: Presence) -> None:
+    def _touch(self, keys: Sequence[bytes]) -> None:
+        for key in reversed(keys):
+            if key in self._listed:
+                self._listed.move_to_end(key)
+
+    def _list(self, keys: Sequence[bytes], state: Presence) -> None:
         for key in keys:
             self._listed[key] = state
             self._listed.move_to_end(key)
-        gone = [] if state is Presence.PRESENT else keys
+        forgotten = []
         while len(self._listed) > self._capacity:
-            gone.append(self._listed.popitem(last=False)[0])
+            forgotten.append(self._listed.popitem(last=False)[0])
             # What was forgotten may have been present: an unlisted key can no longer be called absent.
             self._unlisted = Presence.UNKNOWN
-        if gone and self._log is not None:
-            self._log.retract(gone)
+        if state is Presence.PRESENT:
+            for key in keys:
+                self._taken_back.pop(key, None)
+        elif self._log is not None:
+            self._taken_back |= dict.fromkeys(keys, self._log.retract(keys))
+        for key in forgotten:
+            self._all_taken_back = max(self._all_taken_back, self._taken_back.pop(key, -1))
+        if forgotten and self._log is not None:
+            self._log.retract(forgotten)
 
-    def _retract_all(self) -> None:
+    def _take_all_back(self, state: Presence) -> None:
+        self._listed.clear()
+        self._taken_back.clear()
+        self._unlisted = state
         if self._log is not None:
-            self._log.retract_all()
+            self._all_taken_back = self._log.retract_all()
+
+    def _last_taken_back(self, key: bytes) -> int:
+        return self._taken_back.get(key, -1) if key in self._listed else self._all_taken_back

@@ -42,15 +42,22 @@ class ReportedKV:
         self._indexes: dict[str, KVIndex] = {}
         self._numbers: OrderedDict[tuple[str, bytes], int] = OrderedDict()
         self._gaps = 0
+        self._forgotten = -1  # where in the log an engine was
 
     def presence(self, names: bytes, tags: tuple[tuple[str, str], ...] = (), timeout_s: float = 0.0) -> bytes:
         """See `KVSource`; doesn't block. Before any engine has said anything, all is unknown."""
         count = len(names) // KEY_BYTES
         return united([index.says(names) for index in self._indexes.values()], count)
 
-    def note_stored(self, names: bytes, engine: str = "") -> None:
-        """See `KVSource`."""
-        self._index(engine).note_stored(names)
+    def note_stored(self, names: bytes, engine: str = "", since: int | None = None) -> None:
+        """See `KVSource`, and `KVIndex.note_stored` for `since`."""
+        self._index(engine).note_stored(names, since)
+
+    def touch(self, names: bytes) -> None:
+        """These chunks are in use; see `KVIndex.touch`."""
+        split = split_keys(names)
+        for index in self._indexes.values():
+            index.touch(split)
 
     def report(self, what: Report, keys: bytes, engine: str = "", number: ReportNumber | None = None) -> None:
         """Take in what an engine says; without a number it is taken as it comes.
@@ -89,13 +96,18 @@ class ReportedKV:
     def _index(self, engine: str) -> KVIndex:
         index = self._indexes.pop(engine, None)
         if index is None:
-            index = KVIndex(self._capacity, store_implies_present=self._store_implies_present, log=self._log)
+            index = KVIndex(
+                self._capacity,
+                store_implies_present=self._store_implies_present,
+                log=self._log,
+                taken_back=self._forgotten,
+            )
         self._indexes[engine] = index  # the last to have said something
         if len(self._indexes) > _MAX_ENGINES:
             silent = next(iter(self._indexes))
             del self._indexes[silent]
             if self._log is not None:
-                self._log.retract_all()
+                self._forgotten = self._log.retract_all()
             logger.warning("more than %d engines on one node: %r is forgotten", _MAX_ENGINES, silent)
         return index
 

@@ -37,6 +37,7 @@ class KVSide:
         self._turns = threading.Semaphore(_MAX_WAITING)
         self._quiet_until = 0.0
         self._in_trouble = False
+        self._counting = threading.Lock()
         self.asked_total = 0
 
     def ask(self, names: KVNames | None, kv_local: Sequence[bool], timeout_s: float) -> list[int]:
@@ -70,7 +71,8 @@ class KVSide:
             self._kv.note_stored(names, engine)
 
     def settle_notes(self, timeout_s: float) -> None:
-        """Wait until what was noted has arrived, at most `timeout_s`; not at all while the KV side is left alone."""
+        """Wait until what was noted has arrived, unless it may come late, at most `timeout_s`; not at all while the KV
+        side is left alone."""
         if self._kv is None:
             return
         if not self._take_turn():
@@ -83,7 +85,8 @@ class KVSide:
     def _answers(self, kv: KVPresence, names: KVNames, count: int, timeout_s: float) -> list[Presence]:
         states = [Presence.UNKNOWN] * count
         if self._take_turn():
-            self.asked_total += 1
+            with self._counting:
+                self.asked_total += 1
             with self._waiting(timeout_s):
                 answers = [Presence(answer) for answer in kv.presence(names, timeout_s)]
                 if len(answers) != count:

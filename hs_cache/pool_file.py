@@ -25,6 +25,7 @@ HEADER_BYTES = 4096
 INCARNATION_BYTES = 16
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14, include/uapi/asm-generic/mman-common.h; Python's mmap module has no name for it
+_libc = ctypes.CDLL(None, use_errno=True)
 _HEADER = struct.Struct(f"<8sII{INCARNATION_BYTES}sQ")
 
 
@@ -76,13 +77,18 @@ def create_memfd(name: str, header: PoolHeader) -> int:
     return fd
 
 
-def open_memfd(address: PoolAddress, header: PoolHeader) -> int:
+def open_memfd(address: PoolAddress, header: PoolHeader, mode: int = os.O_RDWR) -> int:
     """Open the file that another process made with ``header``, after making sure that it is that one.
 
     Never blocks on what it finds instead, and leaves it unchanged.
 
+    Args:
+        address: Where it is.
+        header: What it starts with.
+        mode: ``os.O_RDWR`` or ``os.O_RDONLY``.
+
     Returns:
-        A file descriptor for reading and writing.
+        A file descriptor.
 
     Raises:
         PoolError: It can't be opened from here, or what is there is something else. The message gives the reason.
@@ -93,7 +99,7 @@ def open_memfd(address: PoolAddress, header: PoolHeader) -> int:
         target = os.readlink(path)  # opening a device or a FIFO has effects, so look first
         if not target.startswith("/memfd:"):
             raise PoolError(f"{path} is {target!r}, expected a pool's memfd")
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        fd = os.open(path, mode | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         _verify_memfd(fd, path, header)
     except BaseException as error:
         if fd >= 0:
@@ -136,19 +142,21 @@ def spare_maps() -> bool:
     return len(_live_maps) < resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
 
-def map_file(fd: int, length: int, flags: int, offset: int = 0) -> mmap.mmap:
-    """Map a piece of a file, readable and writable, and not in a child that this process forks.
+def map_file(
+    fd: int, length: int, flags: int, offset: int = 0, prot: int = mmap.PROT_READ | mmap.PROT_WRITE
+) -> mmap.mmap:
+    """Map a piece of a file, and not in a child that this process forks.
 
     Args:
         fd: The file; it may be closed afterwards.
         length: Bytes to map.
         flags: ``mmap.MAP_SHARED`` or ``mmap.MAP_PRIVATE``.
         offset: Where the piece starts, a multiple of ``mmap.ALLOCATIONGRANULARITY``.
+        prot: Whether it can be read and written.
 
     Raises:
         OSError: No memory map or file descriptor is left.
     """
-    prot = mmap.PROT_READ | mmap.PROT_WRITE
     if sys.version_info >= (3, 13):
         mapped = mmap.mmap(fd, length, flags, prot, offset=offset, trackfd=False)
     else:  # holds a duplicate of fd for as long as it lives
@@ -163,21 +171,24 @@ def address_of(mapped: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(mapped))
 
 
-def populate(mapped: mmap.mmap, start: int, nbytes: int) -> None:
+def populate(mapped: mmap.mmap, start: int, nbytes: int) -> bool:
     """Put memory behind a piece of a mapping and fill its page tables. Blocks, without the interpreter lock.
-
-    Does nothing on kernels that can't (before Linux 5.14).
 
     Args:
         mapped: The mapping.
         start: Where the piece starts in it, in bytes; a multiple of the page size.
         nbytes: Size of the piece.
 
+    Returns:
+        False where the kernel can't do that (before Linux 5.14), and nothing was done.
+
     Raises:
         OSError: There isn't the memory.
     """
     # Through ctypes because mmap.madvise keeps the interpreter lock. It writes no data, so clients may write meanwhile.
-    libc = ctypes.CDLL(None, use_errno=True)
     address = ctypes.c_void_p(address_of(mapped) + start)
-    if libc.madvise(address, ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE) and ctypes.get_errno() != errno.EINVAL:
+    if not _libc.madvise(address, ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE):
+        return True
+    if ctypes.get_errno() != errno.EINVAL:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return False

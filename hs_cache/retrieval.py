@@ -173,7 +173,8 @@ class Copies:
         """Copy; blocks until the last row is there, but for copies from a pool to a device: those are begun."""
         for piece in pieces:
             if piece.pool is not None:
-                piece.pool.populate_once()
+                if not self._moment:  # page-locking fills the page tables as well
+                    piece.pool.populate_once()
                 self._moment.pin(piece.pool.pin_once)
         for spec in self._specs:
             for piece in pieces:

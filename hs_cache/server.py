@@ -500,7 +500,7 @@ class CacheServer:
                 caller=caller,
             )
         if request.kv_local and (names := self._kv_names(named)) is not None:
-            # Noted now and awaited at the commit: it overlaps the copy, and an eviction reported later still counts.
+            # Noted now, and where that may not be late awaited at the commit: an eviction reported later still counts.
             self._kv.note_stored(names.blob[request.first_chunk * KEY_BYTES :], request.engine)
         if reserved.refused and not self._warned_full:
             self._warned_full = True

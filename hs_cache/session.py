@@ -302,7 +302,8 @@ class Session(Reader):
 
 
 def _copy_in(rows: Writable, mapping: PoolMapping, runs: Sequence[Run], moment: Moment) -> None:
-    mapping.populate_once()
+    if not moment:  # page-locking fills the page tables as well
+        mapping.populate_once()
     moment.pin(mapping.pin_once)
     rows.copy_into(mapping.write_view(), runs, moment, mapping.copy_pieces)
 

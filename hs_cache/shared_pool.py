@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 from hs_cache.errors import CacheClosedError, InvalidInputError, PoolError
 from hs_cache.machine import (
@@ -44,7 +45,9 @@ logger = logging.getLogger(__name__)
 _GIB = 1 << 30
 _PREFAULT_PIECE_BYTES = 32 << 20
 _POPULATE_PIECE_BYTES = 4 << 20
-_POPULATE_POLL_S = 0.2
+_POPULATE_POLL_S, _LONGEST_POLL_S = 0.1, 10.0
+_PER_TABLE_BYTE = 512  # eight bytes for a page of 4 KiB
+_SPARED_HEADROOM = 16
 _BLOCK_BYTES = 512  # stat(2): always
 
 
@@ -396,15 +399,19 @@ class PoolMapping(_MappedPool):
         """Have a thread fill this process's page tables for the whole pool, so that copies don't meet page faults: a
         first write to memory takes three times as long as the next ones. Idempotent, doesn't block.
 
-        It begins when all of the pool has memory, which to provide for is the owner's part.
+        It begins when all of the pool has memory, which to provide for is the owner's part. Page tables take a 512th of
+        the pool; where that is much of what memory is left, nothing is done.
         """
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             if self._populating or self._map is None:
                 return
             self._populating = True
         # The thread must not keep the mapping: it ends when nobody uses it any more.
         thread = threading.Thread(target=_populate, args=(weakref.ref(self),), name="hs_cache-populate", daemon=True)
-        thread.start()
+        with suppress(RuntimeError):  # no thread is left, or the interpreter ends
+            thread.start()
 
     def _populate_piece(self, start: int) -> int | None:
         """Fill the page tables for one more piece; where the next one starts, None when there is none."""
@@ -416,7 +423,10 @@ class PoolMapping(_MappedPool):
                 return start
             view = memoryview(mapped)  # so that close() doesn't unmap it meanwhile
         with view:
-            populate(mapped, start, min(_POPULATE_PIECE_BYTES, size - start))
+            if not start and size // _PER_TABLE_BYTE > self._headroom().nbytes // _SPARED_HEADROOM:
+                return None
+            if not populate(mapped, start, min(_POPULATE_PIECE_BYTES, size - start)):
+                return None
         return start + _POPULATE_PIECE_BYTES if start + _POPULATE_PIECE_BYTES < size else None
 
     def write_view(self) -> memoryview:
@@ -462,15 +472,17 @@ class PoolMapping(_MappedPool):
 
 def _populate(of: "weakref.ref[PoolMapping]") -> None:
     start: int | None = 0
+    pause_s = _POPULATE_POLL_S
     while start is not None and (mapping := of()) is not None:
         try:
             following = mapping._populate_piece(start)
-        except OSError as error:
+        except (OSError, PoolError) as error:
             logger.debug("the page tables of a pool could not be filled: %s", error)
             return
         del mapping
-        if following == start:
-            time.sleep(_POPULATE_POLL_S)
+        if following == start:  # not all of the pool has memory yet
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
         start = following
 
 

@@ -157,6 +157,7 @@ def node_statistics(node: NodeStatistics) -> str:
         ("tokens asked for", node.tokens_asked_total),
         ("tokens hit", html.share(node.tokens_served_total, node.tokens_asked_total)),
         ("ended by unknown KV", node.kv_unknown_total),
+        ("KV actor asked", node.kv_asked_total),
         ("stores of stale revisions refused", node.stale_stores_total),
         ("KV source", node.kv_source),
         ("client processes", node.num_clients),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+from hs_cache.errors import InvalidInputError
 from hs_cache.keys import KVNames
 from hs_cache.messages import (
     CommitReply,
@@ -33,6 +34,7 @@ REPLIES: dict[str, type[Any]] = {"reserve": ReserveReply, "commit": CommitReply,
 class _Shape(NamedTuple):
     """How one class of messages is taken apart: all fields, and which of them are messages or tuples of messages."""
 
+    length: int
     fields: Callable[[Any], Plain]
     one: tuple[tuple[int, type[Any]], ...]
     many: tuple[tuple[int, type[Any]], ...]
@@ -41,7 +43,8 @@ class _Shape(NamedTuple):
 def _shape(cls: type[Any], one: dict[str, type[Any]], many: dict[str, type[Any]]) -> _Shape:
     names = tuple(cls.__annotations__)
     return _Shape(
-        attrgetter(*names),
+        len(names),
+        attrgetter(*names),  # of two at least it gives a tuple
         tuple((names.index(name), part) for name, part in one.items()),
         tuple((names.index(name), part) for name, part in many.items()),
     )
@@ -61,12 +64,12 @@ _SHAPES: dict[type[Any], _Shape] = {
 }
 
 
-def plain(message: Any) -> Any:
+def plain(value: Any) -> Any:
     """A message taken apart; anything else as it is."""
-    shape = _SHAPES.get(type(message))
+    shape = _SHAPES.get(type(value))
     if shape is None:
-        return message
-    values: Plain = shape.fields(message)
+        return value
+    values: Plain = shape.fields(value)
     if not shape.one and not shape.many:
         return values
     parts = list(values)
@@ -79,10 +82,17 @@ def plain(message: Any) -> Any:
 
 
 def message(cls: type[T], values: Any) -> T:
-    """The message that `plain` took apart; anything but a tuple as it is: a caller may hand over the message itself."""
-    if type(values) is not tuple:
-        return values  # type: ignore[no-any-return]
+    """The message that `plain` took apart; one that wasn't as it is.
+
+    Raises:
+        InvalidInputError: it is neither.
+    """
+    if isinstance(values, cls):
+        return values
     shape = _SHAPES[cls]
+    if not isinstance(values, tuple) or len(values) != shape.length:
+        got = f"{len(values)} fields" if isinstance(values, tuple) else type(values).__name__
+        raise InvalidInputError(f"{cls.__name__}: got {got}, expected {shape.length} fields")
     parts = list(values)
     for position, part in shape.one:
         if parts[position] is not None:

@@ -38,6 +38,7 @@ ORDER = [
     "kv_log",
     "kv_presence",
     "kv_reports",
+    "kv_link",
     "kv_side",
     "vllm_wire",
     "vllm_blocks",
@@ -124,7 +125,7 @@ WITHOUT_TORCH = [
 ]
 ACTORS_WITHOUT_TORCH = [
     "kv_actor",
-    "kv_link",
+    "kv_calls",
     "controller",
     "hidden_state_actor",
     "pair",
