@@ -25,7 +25,8 @@ from hs_cache.config import CacheConfig
 from hs_cache.directory import Directory, Membership, Segment
 from hs_cache.effects import Begin, Call, Effect, Fetch, Find, Locate, Located, Pause, Steps, Work
 from hs_cache.errors import HiddenStateCacheError, ServiceError, ServiceNotRunningError, ServiceTimeoutError
-from hs_cache.keys import KVNames, MMSpan
+from hs_cache.keys import MMSpan
+from hs_cache.kv_link import KVLink
 from hs_cache.kv_presence import KVPresence
 from hs_cache.kv_reports import ReportedKV
 from hs_cache.leases import this_process
@@ -80,25 +81,29 @@ def run_script(script: str, *options: str) -> "subprocess.CompletedProcess[str]"
     )
 
 
-class DirectKV:
-    """A `KVActor` as a server asks it."""
+class DirectCalls:
+    """Calls of a `KVActor` in this process."""
 
     def __init__(self, actor: KVActor) -> None:
         self._actor = actor
 
-    def known(self, names: KVNames) -> bool:
-        return False
+    def call(self, method: str, *args: Any, timeout_s: float) -> Any:
+        return getattr(self._actor, method)(*args)
 
-    def presence(self, names: KVNames, timeout_s: float) -> Sequence[int]:
-        answer = self._actor.presence(names.blob, names.tags, timeout_s)
-        assert answer is not None
-        return answer
+    def send(self, method: str, *args: Any) -> Any:
+        return getattr(self._actor, method)(*args)
 
-    def note_stored(self, names: bytes, engine: str) -> None:
-        self._actor.note_stored(names, engine)
-
-    def settle_notes(self, timeout_s: float) -> bool:
+    def wait(self, sent: Sequence[Any], timeout_s: float) -> bool:
         return True
+
+    def renew(self) -> None: ...
+
+
+def direct_kv(actor: KVActor, *, logs: bool = True) -> KVLink:
+    """A `KVActor` as a server asks it; notes come as late as they can, right before it is asked the next time."""
+    link = KVLink(DirectCalls(actor), logs=logs, capacity=100_000)
+    link.look_after()
+    return link
 
 
 class Clock:
@@ -225,7 +230,7 @@ class Node:
         self.index = KVActor(self.config)
         if told_only:
             self.index._source = self.index._reported = ReportedKV(1024, store_implies_present=False)
-        self._kv = kv or (DirectKV(self.index) if self.index.bound() else None)
+        self._kv = kv or (direct_kv(self.index, logs=not told_only) if self.index.bound() else None)
         self._slots = slots
         self.unreachable = False
         self.calls: list[str] = []

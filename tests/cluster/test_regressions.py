@@ -302,7 +302,8 @@ def test_a_kv_actor_that_hangs_under_many_readers_keeps_nobody_else_waiting(star
     assert ended == ["kv_unknown"] * 48
     assert cache.num_cached_chunks() == 6
     wait_until(lambda: cache.retrieve(range(12), 0).num_tokens == 12, "the KV actor is asked again")
-    assert torch.equal(cache.retrieve(range(50, 62), 0)[0], ROWS)
+    # What is known without a question is back at once; for a moment after its silence nothing is asked.
+    assert torch.equal(cache.retrieve(range(50, 62), 0, wait_s=10)[0], ROWS)
     assert cache.stats().timeouts_total == cache.stats().unreachable_total == 0
 
 
