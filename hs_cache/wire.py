@@ -1,7 +1,7 @@
-"""The messages of every store and retrieve as they cross Ray: plain tuples.
+"""The messages of every store and retrieve as they cross Ray: lists of numbers, strings, bytes and such lists.
 
-Ray pickles tuples of numbers, strings and bytes in C. Every class that it meets it looks up in Python, on both sides,
-so that a message with others in it costs about half as much again as the call that carries it.
+Ray packs these with msgpack, in C. Tuples it pickles, and each class that it meets it looks up in Python, on both
+sides: a message with others in it costs about half as much again as the call that carries it.
 """
 
 from collections.abc import Callable
@@ -24,8 +24,8 @@ from hs_cache.messages import (
 
 T = TypeVar("T")
 
-Plain: TypeAlias = tuple[Any, ...]
-"""A message's fields in their order. Those that are messages, or tuples of messages, are plain as well."""
+Plain: TypeAlias = list[Any]
+"""A message's fields in their order. Those that are messages are plain as well; tuples are lists."""
 
 REPLIES: dict[str, type[Any]] = {"reserve": ReserveReply, "commit": CommitReply, "lease": LeaseReply, "plan": PlanReply}
 """What the methods reply with whose requests and replies are plain."""
@@ -35,7 +35,7 @@ class _Shape(NamedTuple):
     """How one class of messages is taken apart: all fields, and which of them are messages or tuples of messages."""
 
     length: int
-    fields: Callable[[Any], Plain]
+    fields: Callable[[Any], tuple[Any, ...]]
     one: tuple[tuple[int, type[Any]], ...]
     many: tuple[tuple[int, type[Any]], ...]
 
@@ -69,16 +69,13 @@ def plain(value: Any) -> Any:
     shape = _SHAPES.get(type(value))
     if shape is None:
         return value
-    values: Plain = shape.fields(value)
-    if not shape.one and not shape.many:
-        return values
-    parts = list(values)
-    for position, part in shape.one:
+    parts = list(shape.fields(value))
+    for position, _ in shape.one:
         if parts[position] is not None:
-            parts[position] = _SHAPES[part].fields(parts[position])
+            parts[position] = plain(parts[position])
     for position, part in shape.many:
-        parts[position] = tuple(map(_SHAPES[part].fields, parts[position]))
-    return tuple(parts)
+        parts[position] = [list(each) for each in map(_SHAPES[part].fields, parts[position])]
+    return [_listed(each) if type(each) is tuple else each for each in parts]
 
 
 def message(cls: type[T], values: Any) -> T:
@@ -90,13 +87,21 @@ def message(cls: type[T], values: Any) -> T:
     if isinstance(values, cls):
         return values
     shape = _SHAPES[cls]
-    if not isinstance(values, tuple) or len(values) != shape.length:
-        got = f"{len(values)} fields" if isinstance(values, tuple) else type(values).__name__
+    if not isinstance(values, list) or len(values) != shape.length:
+        got = f"{len(values)} fields" if isinstance(values, list) else type(values).__name__
         raise InvalidInputError(f"{cls.__name__}: got {got}, expected {shape.length} fields")
     parts = list(values)
     for position, part in shape.one:
         if parts[position] is not None:
-            parts[position] = part(*parts[position])
+            parts[position] = message(part, parts[position])
     for position, part in shape.many:
-        parts[position] = tuple(part(*each) for each in parts[position])
-    return cls(*parts)
+        parts[position] = tuple([part(*each) for each in parts[position]])
+    return cls(*[_tupled(each) if type(each) is list else each for each in parts])
+
+
+def _listed(values: Any) -> Any:
+    return [_listed(each) for each in values] if type(values) is tuple else values
+
+
+def _tupled(values: Any) -> Any:
+    return tuple([_tupled(each) for each in values]) if type(values) is list else values

@@ -1,4 +1,4 @@
-"""Messages as plain tuples: each class comes back as it was, and the table knows all that is in it."""
+"""Messages as plain lists: each class comes back as it was, and the table knows all that is in it."""
 
 import dataclasses
 import typing
@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hs_cache import wire
+from hs_cache.errors import InvalidInputError
 from hs_cache.keys import KVNames
 from hs_cache.messages import LayerSpec, LeaseReply, LeaseRequest, ModelRevision, PlanReply, ReserveRequest, Run
 from hs_cache.wire import REPLIES, message, plain
 
 CLASSES = tuple(wire._SHAPES)
-BUILTINS = (tuple, int, str, bytes, bool, float, type(None))
+BUILTINS = (list, int, str, bytes, bool, float, type(None))
 
 
 def is_message(kind: Any) -> bool:
@@ -37,9 +38,9 @@ def messages_in(annotation: Any) -> set[type[Any]]:
 
 
 def parts_of(value: Any) -> Iterator[Any]:
-    """All that is nested in tuples, and the tuples."""
+    """All that is nested in lists, and the lists."""
     yield value
-    if isinstance(value, tuple):
+    if isinstance(value, list):
         for part in value:
             yield from parts_of(part)
 
@@ -127,3 +128,14 @@ def test_fields_travel_in_the_order_in_which_the_class_takes_them(cls: type[Any]
 
 def test_every_reply_is_in_the_table() -> None:
     assert set(REPLIES.values()) <= set(CLASSES)
+
+
+@pytest.mark.parametrize("wrong", [None, b"", (1, 2), [], list(range(99)), LayerSpec(0, 1, "float32")])
+def test_what_is_neither_a_message_nor_its_fields_is_refused(wrong: Any) -> None:
+    with pytest.raises(InvalidInputError, match=r"LeaseRequest: got .*, expected 13 fields"):
+        message(LeaseRequest, wrong)
+
+
+def test_numbers_of_any_size_travel() -> None:
+    lease = LeaseRequest(b"i", b"c", 1, b"k", 4, (1 << 80, -(1 << 80)), 1.0)
+    assert message(LeaseRequest, plain(lease)) == lease
