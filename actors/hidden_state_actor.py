@@ -71,9 +71,8 @@ class HiddenStateActor:
     """Owns the pool of its node, and answers clients and plain handles. Threaded.
 
     The methods down to `retrieve_rows` are the clients' protocol, whose most frequent messages are lists
-    (`hs_cache.wire`). The others are LMCache's store by handle, for
-    notebooks and code without a client; they take the fields of `hs_cache.KeySpace` (without ``chunk_size``) as
-    keywords.
+    (`hs_cache.wire`). The others are LMCache's store by handle, for notebooks and code without a client; they take the
+    fields of `hs_cache.KeySpace` (without ``chunk_size``) as keywords.
     """
 
     def __init__(self, service: str, config: CacheConfig) -> None:
