@@ -6,8 +6,10 @@ time or give up; leases that are held for a while; drops. First the pool is writ
 gather slowly. From then on every store that had to evict, or was refused something, is a sample: what is in use right
 after it got its room (resident, reserved or stranded, leased or not), over the size of the pool. The rest are holes,
 and the table says what keeps them from being used: slivers fit no layer of any full chunk, others are too small for the
-largest layer of the chunks just stored, the rest are large enough. The store deals in offsets, so the pool needs no
-memory. One run has six key spaces that are unlike each other, the other has one, with two layers.
+largest layer of the chunks just stored, the rest are large enough. What it costs to use them shows in how a prefix
+lies that is read: its chunks, and in how many runs the rows of a layer are; one run needs no copy. The store deals in
+offsets, so the pool needs no memory. One run has six key spaces that are unlike each other, the other has one, with two
+layers.
 
     python benchmarks/churn.py [--operations 20000] [--pool-gib 4] [--seed 0] [--json FILE]
 """
@@ -50,6 +52,8 @@ _COLUMNS = (
     "large enough",
     "held",
     "stores refused",
+    "chunks read",
+    "in runs",
 )
 
 
@@ -108,12 +112,22 @@ class Sample:
     refused: int
 
 
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What a lease of a prefix found: so many layers, in so many runs of rows that lie behind each other."""
+
+    num_chunks: int
+    num_layers: int
+    num_runs: int
+
+
 class Churn:
     """A store under random use. Seeded: the same arguments give the same samples."""
 
     def __init__(self, pool_bytes: int, models: Sequence[Model], *, seed: int) -> None:
         self.store = HiddenStateStore(pool_bytes, chunk_size=CHUNK_SIZE)
         self.samples: list[Sample] = []
+        self.reads: list[Read] = []
         self._models = models
         self._smallest = min(_piece_bytes(spec) for model in models for spec in model.specs)
         self._random = Random(seed)
@@ -134,6 +148,7 @@ class Churn:
                 break
             self._step(number)
         self.samples.clear()
+        self.reads.clear()
         for number in range(operations):
             self._step(number)
         while self._writers:
@@ -216,7 +231,8 @@ class Churn:
         found = self.store.lease(hold, prompt.keys, tuple(spec.layer_idx for spec in prompt.model.specs))
         if not found.keys:
             return
-        self.store.settle(hold, [Presence.PRESENT] * len(found.keys))
+        granted = self.store.settle(hold, [Presence.PRESENT] * len(found.keys))
+        self.reads.append(Read(len(found.keys), len(granted.specs), len(granted.runs)))
         if self._random.random() < 0.5:
             self._readers.append(hold)
         else:
@@ -247,7 +263,7 @@ def _piece_bytes(spec: LayerSpec) -> int:
 
 def measure(pool_bytes: int, models: Sequence[Model], operations: int, *, seed: int, turns: int = TURNS) -> list[float]:
     """Over the samples of a run: in use at least, 1st percentile, median; means of the holes, and of what is held; and
-    which part of the stores was refused something.
+    which part of the stores was refused something. Of the reads, the mean number of chunks, and that of runs per layer.
     """
     churn = Churn(pool_bytes, models, seed=seed)
     churn.run(operations, turns=turns)
@@ -262,6 +278,8 @@ def measure(pool_bytes: int, models: Sequence[Model], operations: int, *, seed: 
         statistics.fmean(sample.large_enough for sample in samples),
         statistics.fmean(sample.held for sample in samples),
         statistics.fmean(sample.refused > 0 for sample in samples),
+        statistics.fmean(read.num_chunks for read in churn.reads),
+        sum(read.num_runs for read in churn.reads) / sum(read.num_layers for read in churn.reads),
     ]
 
 
@@ -289,6 +307,8 @@ def main() -> None:
         "usable_fraction_min": rows[0][1],
         "usable_fraction_one_space": rows[1][3],
         "usable_fraction_one_space_p1": rows[1][2],
+        "runs_per_layer": rows[0][-1],
+        "runs_per_layer_one_space": rows[1][-1],
     }
     title = (
         f"a pool of {options.pool_gib:g} GiB, written over {TURNS} times, then {options.operations:,} operations; "

@@ -8,14 +8,24 @@ Memory moves between the states that `hs_cache.store` names like this: `ChunkTab
 `ChunkTable.let_go`.
 """
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain, pairwise, takewhile
 
 from hs_cache.eviction import PrefixLRU
-from hs_cache.extents import Extent, ExtentAllocator
+from hs_cache.extents import ALIGNMENT, CutRules, Extent, ExtentAllocator
 from hs_cache.messages import EVICTED, LayerSpec
+
+Extents = tuple[Extent, ...]
+"""Where the rows of one layer of a chunk lie, in their order; each but the last is a multiple of the alignment."""
+
+LEAST_PIECE_BYTES = 64 << 10
+"""Rows of a chunk are cut into no smaller pieces: there, to begin a copy costs as much as the bytes do."""
+
+_MAX_PIECES = 8
+"""A layer of a chunk lies in so many extents at most: each may cost whoever reads it a copy of its own."""
 
 _MAX_DEPARTED = 65_536
 
@@ -25,7 +35,7 @@ class Chunk:
     """One chunk with all its layers, while it is in the table or still held. Only `ChunkTable` changes its counts.
 
     Attributes:
-        layers: by layer_idx, the layer's spec and where its rows are.
+        layers: by layer_idx, the layer's spec and where its rows are, usually one extent.
         nbytes: room of all layers, with alignment.
         holds: how many leases and reservations hold it.
         leases: how many of these are leases.
@@ -37,7 +47,7 @@ class Chunk:
     space: bytes
     num_tokens: int
     kv_local: bool
-    layers: dict[int, tuple[LayerSpec, Extent]] = field(default_factory=dict)
+    layers: dict[int, tuple[LayerSpec, Extents]] = field(default_factory=dict)
     nbytes: int = 0
     confirmed: int = 0
     holds: int = 0
@@ -45,8 +55,8 @@ class Chunk:
     linked: bool = True
 
     def extents(self) -> list[Extent]:
-        """Where its rows are, one extent per layer."""
-        return [extent for _, extent in self.layers.values()]
+        """Where its rows are, layer by layer."""
+        return [extent for _, extents in self.layers.values() for extent in extents]
 
 
 class ChunkTable:
@@ -56,6 +66,7 @@ class ChunkTable:
 
     Args:
         capacity_bytes: size of the pool's data region.
+        least_piece_bytes: a layer's rows of a chunk lie in no smaller pieces, unless they are fewer.
 
     Attributes:
         resident_bytes: of chunks in the table. All counts of bytes include alignment.
@@ -65,8 +76,9 @@ class ChunkTable:
         leased_bytes: of chunks under a lease, whether in the table or not.
     """
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, *, least_piece_bytes: int = LEAST_PIECE_BYTES) -> None:
         self._allocator = ExtentAllocator(capacity_bytes)
+        self._least_piece_bytes = least_piece_bytes
         self._chunks: dict[bytes, Chunk] = {}
         self._order = PrefixLRU()
         self._specs: dict[tuple[bytes, int], list[LayerSpec]] = {}  # one entry per chunk or reservation that uses it
@@ -115,12 +127,24 @@ class ChunkTable:
         """Bytes that extents take, with alignment."""
         return sum(self._allocator.aligned(extent.nbytes) for extent in extents)
 
-    def take(self, sizes: Sequence[int], *, after: int | None) -> list[Extent] | None:
-        """Reserve one extent per size, all or none; see `hs_cache.extents.ExtentAllocator.allocate_run`."""
-        extents = self._allocator.allocate_run(sizes, after=after)
-        if extents is not None:
-            self.reserved_bytes += self.room(extents)
-        return extents
+    def take(self, spec: LayerSpec, tokens: Sequence[int], *, after: int | None, apart: bool) -> list[Extents] | None:
+        """Reserve room for a layer of chunks of so many tokens each that follow each other, all or none.
+
+        In one contiguous piece; or `apart`, if that can't be: then some chunks may lie elsewhere than others, and the
+        rows of some in several extents. See `hs_cache.extents.ExtentAllocator`.
+        """
+        sizes = [spec.row_bytes * count for count in tokens]
+        places: list[Extents] | None = None
+        if apart:
+            rules = CutRules(math.lcm(spec.row_bytes, ALIGNMENT), self._least_piece_bytes, _MAX_PIECES)
+            places = self._allocator.allocate_cut(sizes, rules, after=after)
+        if places is None:
+            allocate = self._allocator.allocate_run if apart else self._allocator.allocate_together
+            run = allocate(sizes, after=after)
+            places = None if run is None else [(extent,) for extent in run]
+        if places is not None:
+            self.reserved_bytes += self.room(chain.from_iterable(places))
+        return places
 
     def give_back(self, extents: Iterable[Extent]) -> None:
         """Free extents that were taken and did not become a chunk's."""
@@ -137,10 +161,10 @@ class ChunkTable:
         self._changes[chunk.key] = True
         self._departed.pop(chunk.key, None)
 
-    def add_layer(self, chunk: Chunk, spec: LayerSpec, extent: Extent) -> None:
-        """Give a chunk in the table a layer that it has not got, in an extent that was taken."""
-        nbytes = self._allocator.aligned(extent.nbytes)
-        chunk.layers[spec.layer_idx] = (spec, extent)
+    def add_layer(self, chunk: Chunk, spec: LayerSpec, extents: Extents) -> None:
+        """Give a chunk in the table a layer that it has not got, in extents that were taken."""
+        nbytes = self.room(extents)
+        chunk.layers[spec.layer_idx] = (spec, extents)
         chunk.nbytes += nbytes
         self.reserved_bytes -= nbytes
         self.resident_bytes += nbytes
@@ -328,12 +352,21 @@ class ChunkTable:
             assert chunk.linked or chunk.holds, "a chunk that nobody holds is stranded"
             assert chunk.layers, "a chunk has no layer"
             assert chunk.nbytes == self.room(chunk.extents())
-            for spec, extent in chunk.layers.values():
-                assert extent.nbytes == spec.row_bytes * chunk.num_tokens, "an extent doesn't match its layer"
+            for spec, extents in chunk.layers.values():
+                self._check_layer(chunk, spec, extents)
         linked = [chunk for chunk in chunks if chunk.linked]
         assert {chunk.key for chunk in linked} == set(self._chunks) == set(self._order.coldest_first())
         self._check_memory(chunks, reserved)
         self._check_specs(chain(specs, ((chunk.space, spec) for chunk in linked for spec, _ in chunk.layers.values())))
+
+    def _check_layer(self, chunk: Chunk, spec: LayerSpec, extents: Extents) -> None:
+        nbytes = spec.row_bytes * chunk.num_tokens
+        assert sum(extent.nbytes for extent in extents) == nbytes, "extents don't add up to their layer"
+        assert 1 <= len(extents) <= _MAX_PIECES, f"a layer lies in {len(extents)} extents"
+        assert all(extent.nbytes % spec.row_bytes == 0 for extent in extents), "a row is cut"
+        assert self.room(extents) == self._allocator.aligned(nbytes), "pieces take more room than the whole"
+        least = min(nbytes, self._least_piece_bytes)
+        assert all(extent.nbytes >= least for extent in extents), "a piece is too small to be worth a copy"
 
     def _check_memory(self, chunks: Iterable[Chunk], reserved: Sequence[Extent]) -> None:
         extents = sorted(chain(reserved, *(chunk.extents() for chunk in chunks)))

@@ -7,10 +7,12 @@ microseconds a call) at 10^5 holes, far beyond what chunks of some hundred KiB c
 
 Placement serves one purpose: chunks that follow each other in a prompt should follow each other in the pool, because
 neighbours come back to a reader as one view without a copy. Hence `ExtentAllocator.allocate_run`, and its ``after``.
+Where that would leave holes unused, `ExtentAllocator.allocate_cut` fills them.
 """
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 ALIGNMENT = 64
@@ -27,6 +29,21 @@ class Extent(NamedTuple):
 
     offset: int
     nbytes: int
+
+
+class CutRules(NamedTuple):
+    """How a size may be cut into pieces that lie in different holes.
+
+    Attributes:
+        unit: All pieces but the last are multiples of this many bytes, itself a multiple of `ALIGNMENT`: so the pieces
+            take no more room than the whole.
+        least: No piece is smaller, in bytes.
+        most: There are no more pieces.
+    """
+
+    unit: int
+    least: int
+    most: int
 
 
 class ExtentAllocator:
@@ -119,21 +136,56 @@ class ExtentAllocator:
         Raises:
             ValueError: A size is not above 0.
         """
-        for nbytes in sizes:
-            if nbytes <= 0:
-                raise ValueError(f"nbytes is {nbytes}, expected a size above 0")
-        if not sizes:
-            return []
-        total = sum(map(self.aligned, sizes))
-        if total > self._free_bytes:
-            return None
-        if after is not None and self._hole_around(start := self.aligned(after), total) is not None:
-            return self._take(start, sizes)
-        if (best := self._best_fit(total)) is not None:
-            return self._take(best, sizes)
-        if len(sizes) == 1:
+        if (placed := self.allocate_together(sizes, after=after)) is not None:
+            return placed
+        if len(sizes) == 1 or sum(map(self.aligned, sizes)) > self._free_bytes:
             return None
         return self._allocate_in_pieces(sizes) or self._allocate_each(sizes)
+
+    def allocate_together(self, sizes: Sequence[int], *, after: int | None = None) -> list[Extent] | None:
+        """As `allocate_run`, but one contiguous piece or nothing."""
+        self._check_sizes(sizes)
+        total = sum(map(self.aligned, sizes))
+        if not total:
+            return []
+        if after is not None and self._hole_around(start := self.aligned(after), total) is not None:
+            return self._take(start, sizes)
+        best = self._best_fit(total)
+        return self._take(best, sizes) if best is not None else None
+
+    def allocate_cut(
+        self, sizes: Sequence[int], cut: CutRules, *, after: int | None = None
+    ) -> list[tuple[Extent, ...]] | None:
+        """As `allocate_run`, but a size that meets the end of a hole may be served by several extents.
+
+        Where all of it can't be one contiguous piece, the largest hole is filled, then the next, until the rest fits
+        into one. So it takes as few holes as it can, hardly anything of them is left, and small ones are left to grow.
+
+        Returns:
+            The extents of each size, in order, which add up to it; ``None`` if they don't fit as `cut` wants them.
+
+        Raises:
+            ValueError: A size is not above 0.
+        """
+        if (together := self.allocate_together(sizes, after=after)) is not None:
+            return [(extent,) for extent in together]
+        rest = sum(map(self.aligned, sizes))
+        if rest > self._free_bytes:
+            return None
+        placed: list[list[Extent]] = [[] for _ in sizes]
+        at = done = 0  # the size to be served next, and how much of it is
+        while rest:
+            best = self._best_fit(rest)
+            hole = self._largest_hole() if best is None else Extent(best, self._hole_sizes[best])
+            parts, done = self._parts(sizes, at, done, len(placed[at]), hole.nbytes, cut)
+            if not parts:
+                self._undo(chain.from_iterable(placed))
+                return None
+            for number, extent in enumerate(self._take(hole.offset, parts), start=at):
+                placed[number].append(extent)
+            at += len(parts) - (done > 0)
+            rest -= sum(map(self.aligned, parts))
+        return [tuple(extents) for extents in placed]
 
     def allocate_at(self, extent: Extent) -> None:
         """Take exactly this place, for instance to undo a `free`.
@@ -196,6 +248,11 @@ class ExtentAllocator:
         if end != self._capacity:
             raise AssertionError(f"the pieces end at {end}, capacity is {self._capacity}")
 
+    def _check_sizes(self, sizes: Sequence[int]) -> None:
+        for nbytes in sizes:
+            if nbytes <= 0:
+                raise ValueError(f"nbytes is {nbytes}, expected a size above 0")
+
     def _allocate_in_pieces(self, sizes: Sequence[int]) -> list[Extent] | None:
         placed: list[Extent] = []
         room = [self.aligned(nbytes) for nbytes in sizes]
@@ -225,6 +282,28 @@ class ExtentAllocator:
                 return None
             placed[index] = self._take(best, (sizes[index],))[0]
         return [placed[index] for index in range(len(sizes))]
+
+    def _parts(
+        self, sizes: Sequence[int], at: int, done: int, pieces: int, room: int, cut: CutRules
+    ) -> tuple[list[int], int]:
+        """What fits into `room` bytes of ``sizes[at:]``, of whose first `done` bytes are served, in so many pieces.
+
+        Returns:
+            Sizes of extents, none if nothing fits, and how much of the last one's size is served then, 0 if all is.
+        """
+        parts: list[int] = []
+        for number in range(at, len(sizes)):
+            whole = sizes[number] - done
+            if self.aligned(whole) > room:
+                part = min(room, whole - cut.least) // cut.unit * cut.unit
+                if part >= cut.least and pieces + 1 < cut.most:
+                    parts.append(part)
+                    done += part
+                return parts, done
+            parts.append(whole)
+            room -= self.aligned(whole)
+            done = pieces = 0
+        return parts, 0
 
     def _undo(self, placed: Iterable[Extent]) -> None:
         # Holes are always merged as far as they go, so freeing restores exactly what was there.

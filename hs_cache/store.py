@@ -14,9 +14,9 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 
-from hs_cache.chunks import Chunk, ChunkTable
+from hs_cache.chunks import LEAST_PIECE_BYTES, Chunk, ChunkTable, Extents
 from hs_cache.errors import InvalidInputError, StaleIncarnationError, StaleRevisionError
 from hs_cache.extents import Extent
 from hs_cache.kv_presence import Presence
@@ -120,11 +120,19 @@ class HiddenStateStore:
         capacity_bytes: size of the pool's data region.
         chunk_size: tokens per chunk.
         max_leased_fraction: above this part of the pool, a grant says ``must_copy``.
+        least_piece_bytes: see `hs_cache.chunks.LEAST_PIECE_BYTES`.
     """
 
-    def __init__(self, capacity_bytes: int, *, chunk_size: int, max_leased_fraction: float = 0.5) -> None:
+    def __init__(
+        self,
+        capacity_bytes: int,
+        *,
+        chunk_size: int,
+        max_leased_fraction: float = 0.5,
+        least_piece_bytes: int = LEAST_PIECE_BYTES,
+    ) -> None:
         self._lock = threading.Lock()
-        self._table = ChunkTable(capacity_bytes)
+        self._table = ChunkTable(capacity_bytes, least_piece_bytes=least_piece_bytes)
         self._chunk_size = chunk_size
         self._max_leased_bytes = max_leased_fraction * self._table.capacity_bytes
         self._holds: dict[HoldId, _Lease | Reservation | _Kept] = {}
@@ -572,7 +580,7 @@ class HiddenStateStore:
         there = chunk.layers if chunk is not None else {}
         if not all(spec.layer_idx in there or spec.layer_idx in write for spec in held.specs):
             # What was present at the reservation has been dropped since: all layers together, or none.
-            self._table.give_back(write.values())
+            self._table.give_back(chain.from_iterable(write.values()))
             return False, False
         if chunk is None:
             chunk = Chunk(key, held.space, held.tokens_in(position), held.kv_local)
@@ -580,14 +588,14 @@ class HiddenStateStore:
         chunk.kv_local = chunk.kv_local or held.kv_local
         new = False
         for spec in held.specs:
-            extent = write.get(spec.layer_idx)
-            if extent is None:
+            extents = write.get(spec.layer_idx)
+            if extents is None:
                 continue
             if spec.layer_idx in chunk.layers:  # another writer was first
-                self._table.give_back((extent,))
+                self._table.give_back(extents)
                 continue
             new = True
-            self._table.add_layer(chunk, spec, extent)
+            self._table.add_layer(chunk, spec, extents)
         return True, new
 
     def _write_runs(self, held: Reservation) -> tuple[Run, ...]:
@@ -597,15 +605,15 @@ class HiddenStateStore:
             # Chunks that were there already lie between what is to be written.
             for _, gap in groupby(enumerate(positions), lambda numbered: numbered[1] - numbered[0]):
                 together = [position for _, position in gap]
-                pieces = ((held.tokens_in(at), held.writes[at][spec.layer_idx].offset) for at in together)
-                runs += _merge(spec, together[0] * self._chunk_size, pieces)
+                places = [held.writes[at][spec.layer_idx] for at in together]
+                runs += _merge(spec, together[0] * self._chunk_size, places)
         return tuple(runs)
 
     def _lease_runs(self, held: _Lease, specs: tuple[LayerSpec, ...]) -> tuple[Run, ...]:
         runs: list[Run] = []
         for spec in specs:
-            pieces = ((chunk.num_tokens, chunk.layers[spec.layer_idx][1].offset) for chunk in held.chunks)
-            runs += _merge(spec, held.first_chunk * self._chunk_size, pieces)
+            places = [chunk.layers[spec.layer_idx][1] for chunk in held.chunks]
+            runs += _merge(spec, held.first_chunk * self._chunk_size, places)
         return tuple(runs)
 
     def _end(self, hold: HoldId) -> None:
@@ -624,17 +632,17 @@ class HiddenStateStore:
             self._table.unuse_spec(held.space, spec)
 
 
-def _merge(spec: LayerSpec, start: int, pieces: Iterable[tuple[int, int]]) -> Iterator[Run]:
-    """Join pieces (tokens, offset) of one layer that follow each other in the prefix, the first one from token `start`
-    on, where they touch in the pool."""
+def _merge(spec: LayerSpec, start: int, places: Iterable[Extents]) -> Iterator[Run]:
+    """Join what touches in the pool of one layer's rows, from token `start` on: chunk by chunk, where each lies."""
     layer, row_bytes = spec.layer_idx, spec.row_bytes
-    count = first = end = 0
-    for tokens, offset in pieces:
-        if offset != end or not count:
-            if count:
+    first = end = 0
+    for offset, nbytes in chain.from_iterable(places):
+        if offset != end:
+            if end > first:
+                count = (end - first) // row_bytes
                 yield Run(layer, start, count, first)
-            start, count, first = start + count, 0, offset
-        count += tokens
-        end = offset + tokens * row_bytes
-    if count:
-        yield Run(layer, start, count, first)
+                start += count
+            first = offset
+        end = offset + nbytes
+    if end > first:
+        yield Run(layer, start, (end - first) // row_bytes, first)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hs_cache.chunks import LEAST_PIECE_BYTES
 from hs_cache.extents import ALIGNMENT
 from hs_cache.keys import KeySpace, TokenDatabase
 from hs_cache.kv_presence import Presence
@@ -43,8 +44,16 @@ def make_spec(layer_idx: int = 0, *, slots: int = 1, dtype: str = "bfloat16") ->
     return LayerSpec(layer_idx, slots * SLOT_BYTES // CHUNK_SIZE // LayerSpec(0, 1, dtype).row_bytes, dtype)
 
 
-def make_store(slots: int, *, max_leased_fraction: float = 0.5) -> HiddenStateStore:
-    return HiddenStateStore(slots * SLOT_BYTES, chunk_size=CHUNK_SIZE, max_leased_fraction=max_leased_fraction)
+def make_store(
+    slots: int, *, max_leased_fraction: float = 0.5, least_piece_bytes: int = LEAST_PIECE_BYTES
+) -> HiddenStateStore:
+    """A store whose chunks are so small that their rows are never cut, unless `least_piece_bytes` says so."""
+    return HiddenStateStore(
+        slots * SLOT_BYTES,
+        chunk_size=CHUNK_SIZE,
+        max_leased_fraction=max_leased_fraction,
+        least_piece_bytes=least_piece_bytes,
+    )
 
 
 def reserve(

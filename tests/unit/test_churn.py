@@ -25,6 +25,18 @@ def test_samples_account_for_the_whole_pool(models: tuple[churn.Model, ...]) -> 
     assert stats.num_leases == stats.num_reservations == 0
 
 
+@pytest.mark.parametrize("models", [churn.ONE, churn.SIX], ids=["one key space", "six"])
+def test_unlike_sizes_leave_no_more_of_a_pool_unused_than_equal_ones(models: tuple[churn.Model, ...]) -> None:
+    """And rows lie apart no more than they must: the chunks of a prefix come in runs of several."""
+    run = churn.Churn(2**30, models, seed=0)
+    run.run(500, turns=6)
+    in_use = sorted(sample.in_use for sample in run.samples)
+    assert in_use[len(in_use) // 100] >= 0.95
+    assert in_use[len(in_use) // 2] >= 0.97
+    chunks = sum(read.num_chunks * read.num_layers for read in run.reads)
+    assert chunks / sum(read.num_runs for read in run.reads) > 4
+
+
 def test_a_seed_gives_the_same_samples() -> None:
     runs = [churn.Churn(POOL_BYTES, churn.SIX, seed=seed) for seed in (1, 1, 2)]
     for run in runs:
@@ -42,6 +54,7 @@ def test_the_script_writes_its_figures(
     results = json.loads(out.read_text(encoding="utf-8"))
     assert all(len(row) == len(results["columns"]) for row in results["rows"])
     facts = results["facts"]
+    assert 1 <= facts["runs_per_layer"] <= churn.MAX_CHUNKS
     assert 0 < facts["usable_fraction_min"] <= facts["usable_fraction_p1"] <= facts["usable_fraction"] <= 1
     assert f"{facts['usable_fraction']:.3f}" in capsys.readouterr().out
 

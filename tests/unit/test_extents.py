@@ -1,5 +1,6 @@
 """ExtentAllocator: where things are placed, what is refused, and a byte map that it must agree with."""
 
+import math
 import random
 from itertools import groupby
 
@@ -8,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hs_cache.extents import ALIGNMENT, Extent, ExtentAllocator
+from hs_cache.extents import ALIGNMENT, CutRules, Extent, ExtentAllocator
 
 UNIT = ALIGNMENT
 
@@ -124,11 +125,76 @@ def test_run_with_odd_sizes_keeps_every_extent_aligned() -> None:
     assert allocator.allocate_run([100, 1, 64]) == [Extent(0, 100), Extent(2 * UNIT, 1), Extent(3 * UNIT, 64)]
 
 
+@pytest.mark.parametrize(
+    ("layout", "sizes", "after", "expected"),
+    [
+        ("........", (1, 2, 1), None, ["0+1", "1+2", "3+1"]),  # together
+        ("..#.....", (2,), 4, ["4+2"]),  # at `after`
+        ("..#...#", (5,), None, ["3+3 0+2"]),  # the largest hole first
+        ("..#...#.", (3, 3), None, ["3+3", "0+2 7+1"]),
+        ("..#...#.", (2, 3), None, ["3+2", "5+1 0+2"]),  # what is left of a hole belongs to the next
+        (".#..#...#....", (9,), None, ["9+4 5+3 2+2"]),  # a small hole stays
+        (".#.#.#.#", (4,), None, ["0+1 2+1 4+1 6+1"]),
+        (".#.#.#.#.", (5,), None, None),  # in too many pieces
+        ("..#..#", (5,), None, None),
+        ("......", (), None, []),
+    ],
+)
+def test_cut_placement(layout: str, sizes: tuple[int, ...], after: int | None, expected: list[str] | None) -> None:
+    allocator = make_allocator(layout)
+    bytes_after = None if after is None else after * UNIT
+    placed = allocator.allocate_cut([size * UNIT for size in sizes], CutRules(UNIT, 1, 4), after=bytes_after)
+    allocator.check()
+    if placed is None or expected is None:
+        assert (placed, expected) == (None, None)
+    else:
+        said = [" ".join(f"{at // UNIT}+{nbytes // UNIT}" for at, nbytes in extents) for extents in placed]
+        assert said == expected
+        for extent in (extent for extents in placed for extent in extents):
+            allocator.free(extent)
+    assert layout_of(allocator) == layout
+
+
+@pytest.mark.parametrize(
+    ("cut", "size", "expected"),
+    [
+        (CutRules(UNIT, 1, 8), 6 * UNIT - 1, [5 * UNIT, UNIT - 1]),  # only the last may be no multiple
+        (CutRules(2 * UNIT, 1, 8), 6 * UNIT - 1, [4 * UNIT, 2 * UNIT - 1]),
+        (CutRules(UNIT, 2 * UNIT, 8), 6 * UNIT, [4 * UNIT, 2 * UNIT]),  # the rest isn't too small, either
+        (CutRules(UNIT, 2 * UNIT, 8), 6 * UNIT - 1, [3 * UNIT, 3 * UNIT - 1]),
+        (CutRules(UNIT, 3 * UNIT, 8), 6 * UNIT, [3 * UNIT, 3 * UNIT]),
+        (CutRules(UNIT, 3 * UNIT, 8), 6 * UNIT - 1, None),
+        (CutRules(6 * UNIT, 1, 8), 6 * UNIT, None),
+        (CutRules(UNIT, 1, 1), 6 * UNIT, None),
+    ],
+)
+def test_pieces_are_cut_where_they_may_be(cut: CutRules, size: int, expected: list[int] | None) -> None:
+    layout = "....." + "#" + "...."
+    allocator = make_allocator(layout)
+    placed = allocator.allocate_cut([size], cut)
+    allocator.check()
+    assert expected == (None if placed is None else [nbytes for _, nbytes in placed[0]])
+    assert allocator.free_bytes == 9 * UNIT - (0 if placed is None else allocator.aligned(size))
+
+
+def test_what_may_be_cut_is_cut_only_where_it_is_not_together_and_otherwise_placed_as_a_run() -> None:
+    allocator = make_allocator("...#....#")
+    assert allocator.allocate_together([2 * UNIT, 2 * UNIT]) == [Extent(4 * UNIT, 2 * UNIT), Extent(6 * UNIT, 2 * UNIT)]
+    allocator = make_allocator("...#....#")
+    assert allocator.allocate_together([2 * UNIT, 3 * UNIT]) is None
+    assert layout_of(allocator) == "...#....#"
+    uncut = allocator.allocate_cut([2 * UNIT, 2 * UNIT, 2 * UNIT], CutRules(UNIT, 2 * UNIT, 8))
+    assert uncut is not None
+    assert offsets_in_units([extent for extents in uncut for extent in extents]) == [4, 6, 0]
+
+
 @pytest.mark.parametrize("sizes", [(0,), (-1,), (UNIT, 0), (UNIT, -UNIT)])
 def test_sizes_must_be_above_zero(sizes: tuple[int, ...]) -> None:
     allocator = ExtentAllocator(4 * UNIT)
     with pytest.raises(ValueError, match="expected a size above 0"):
         allocator.allocate_run(sizes)
+    with pytest.raises(ValueError, match="expected a size above 0"):
+        allocator.allocate_cut(sizes, CutRules(UNIT, UNIT, 8))
     with pytest.raises(ValueError, match="expected a size above 0"):
         allocator.allocate(sizes[-1])
     assert allocator.used_bytes == 0
@@ -294,6 +360,33 @@ class ExtentMachine(RuleBasedStateMachine):
         elif len(set(rooms)) == 1:
             assert breaks + 1 == self.fewest_pieces(rooms)
         for extent in run:
+            self.take(extent)
+
+    @rule(
+        rows=st.lists(st.integers(1, 40), max_size=8),
+        row_bytes=st.sampled_from([16, 48, UNIT, 100]),
+        least=st.sampled_from([1, UNIT, 3 * UNIT]),
+        most=st.integers(1, 6),
+        after=st.none() | st.integers(0, (UNITS + 1) * UNIT),
+    )
+    def allocate_cut(self, rows: list[int], row_bytes: int, least: int, most: int, after: int | None) -> None:
+        holes, sizes = self.holes(), [count * row_bytes for count in rows]
+        room = sum(map(self.allocator.aligned, sizes))
+        cut = CutRules(math.lcm(row_bytes, ALIGNMENT), least, most)
+        placed = self.allocator.allocate_cut(sizes, cut, after=after)
+        if placed is None:
+            assert all(hole.nbytes < room for hole in holes)
+            fine = least <= cut.unit == UNIT and most > len(holes)  # then every hole can be filled
+            assert not fine or sum(hole.nbytes for hole in holes) < room
+            return
+        before = self.allocator.free_bytes + room
+        assert before == sum(hole.nbytes for hole in holes), "pieces take more room than the whole"
+        for size, extents in zip(sizes, placed, strict=True):
+            assert sum(extent.nbytes for extent in extents) == size
+            assert 1 <= len(extents) <= most
+            assert all(extent.nbytes % row_bytes == 0 for extent in extents), "a row is cut"
+            assert len(extents) == 1 or min(extent.nbytes for extent in extents) >= least
+        for extent in (extent for extents in placed for extent in extents):
             self.take(extent)
 
     def fewest_pieces(self, rooms: list[int]) -> int:

@@ -300,6 +300,113 @@ def test_who_asks_for_free_room_only_gets_no_more_than_the_holes_have(evict: boo
     store.check()
 
 
+def make_cutting_store(held: str, *, slots: int = 8) -> HiddenStateStore:
+    """Full of chunks a, b, c … of one slot, of which some are held; rows of others may be cut into pieces of a slot."""
+    store = make_store(slots, least_piece_bytes=SLOT_BYTES)
+    letters = [chr(ord("a") + i) for i in range(slots)]
+    for letter in letters:
+        put(store, letter)
+    for letter in held:
+        lease(store, (b"wall", ord(letter)), letter)
+    return store
+
+
+def test_rows_of_a_chunk_are_cut_where_no_hole_takes_all_of_them() -> None:
+    store, memory, spec = make_cutting_store("aceg"), PoolMemory(8), make_spec(1, slots=2)
+    memory.write(reserve(store, (OWNER, 1), "xy", spec).runs, (spec,), 7)
+    store.check()
+    assert store.commit((OWNER, 1)) == Committed(stored=2, present=0, failed=0, prefix_tokens=8)
+    granted = lease(store, (OWNER, 2), "xy", (1,))
+    assert granted.runs == tuple(Run(1, 2 * i, 2, (2 * i + 1) * SLOT_BYTES) for i in range(4))
+    assert memory.read(granted.runs, granted.specs) == {(0, 1): 7, (1, 1): 7}
+    store.check()
+    for key in make_keys("xy"):
+        store.drop(key)
+    assert slots(store, "stranded") == 4
+    store.release(OWNER, [2])
+    assert (slots(store, "stranded"), slots(store, "free")) == (0, 4)
+    store.check()
+
+
+@pytest.mark.parametrize("held_slots", range(5))
+def test_the_longest_head_that_cut_rows_take_is_placed(held_slots: int) -> None:
+    store = make_cutting_store("aceg" + "bdfh"[:held_slots])
+    done = put(store, "xyz", make_spec(1, slots=2))
+    assert (done.stored, done.failed) == ((4 - held_slots) // 2, 3 - (4 - held_slots) // 2)
+    assert store.stats().evicted_chunks_total == 2 * done.stored, "nothing goes for what is refused"
+    store.check()
+
+
+def test_a_row_is_never_cut() -> None:
+    store = make_cutting_store("aceg")
+    wide = make_spec(1, slots=8)  # two slots a row
+    assert reserve(store, (OWNER, 1), [1], wide).refused == 1
+    assert reserve(store, (OWNER, 2), [1, 2], wide).refused == 1
+    assert store.stats().evicted_chunks_total == 0
+    store.check()
+
+
+def test_free_room_only_may_be_cut_room_too() -> None:
+    store = make_cutting_store("")
+    for letter in "bdfh":
+        store.drop(make_keys(letter)[0])
+    assert reserve(store, (OWNER, 1), "x", make_spec(1, slots=4), evict=False).refused == 0
+    assert store.stats().evicted_chunks_total == 0
+    store.check()
+    store.release(OWNER, [1])
+    assert slots(store, "free") == 4
+    store.check()
+
+
+def test_a_cut_chunk_goes_whole_and_comes_back_whole_when_not_all_of_it_is_needed() -> None:
+    store = make_cutting_store("aceg")
+    put(store, "x", make_spec(1, slots=2))  # in the places of b and d
+    put(store, "y", make_spec(1, slots=2))  # in those of f and h
+    assert put(store, "z", make_spec(2, slots=3)) == Committed(0, 0, 1, 0), "48 bytes of each row: one piece or none"
+    assert (coverage(store, "x", 1), coverage(store, "y", 1)) == ("x", "y"), "both were vacated"
+    store.check()
+    assert put(store, "z").stored == 1
+    assert (coverage(store, "x", 1), coverage(store, "y", 1)) == (".", "y")
+    assert slots(store, "free") == 1
+    store.check()
+
+
+def test_two_writers_of_one_cut_chunk_leave_no_piece_behind() -> None:
+    store, spec = make_cutting_store("aceg"), make_spec(1, slots=2)
+    first, second = (reserve(store, (OWNER, i), "x", spec).runs for i in (1, 2))
+    assert len(first) == len(second) == 2
+    assert {run.offset for run in first}.isdisjoint(run.offset for run in second)
+    assert [store.commit((OWNER, i)).stored for i in (2, 1)] == [1, 0]
+    assert lease(store, (OWNER, 3), "x", (1,)).runs == second
+    assert (slots(store, "reserved"), slots(store, "free")) == (0, 2)
+    store.check()
+
+
+def test_what_continues_a_cut_chunk_lies_behind_its_last_piece() -> None:
+    store = make_cutting_store("aceg")
+    put(store, "x", make_spec(1, slots=2))
+    store.release(b"wall", [ord("e")])
+    store.drop(make_keys("e")[0])
+    put(store, "xy", make_spec(1, slots=2))
+    assert lease(store, (OWNER, 1), "xy", (1,)).runs == (Run(1, 0, 2, SLOT_BYTES), Run(1, 2, 6, 3 * SLOT_BYTES))
+
+
+@pytest.mark.parametrize("num_letters", [99, 100])
+def test_room_is_made_for_rows_to_lie_together_as_long_as_little_lies_in_holes(num_letters: int) -> None:
+    """Of 100 slots two may be in holes: room for one victim more than is needed, if two slots are."""
+    store = make_store(100)
+    for i in range(num_letters):
+        put(store, chr(0x391 + i))
+    for i in range(0, num_letters, 3):
+        lease(store, (b"wall", i), chr(0x391 + i))
+    before = store.stats().evicted_chunks_total
+    put(store, "xy")
+    assert len(lease(store, (OWNER, 1), "xy").runs) == 1
+    assert store.stats().evicted_chunks_total - before == 2
+    assert store.stats().free_bytes == (100 - num_letters) * SLOT_BYTES
+    store.check()
+
+
 def test_a_long_tail_that_no_hole_takes_is_refused_and_the_head_is_placed() -> None:
     store = make_store(16)
     for prompt in "abcdefghijklmnop":
@@ -534,15 +641,15 @@ def test_a_reserve_that_fails_halfway_leaves_nothing_held(
     put(store, "ab")
     before = store.stats()
     allocator = store._table._allocator
-    genuine, calls = allocator.allocate_run, list[None]()
+    genuine, calls = allocator.allocate_together, list[None]()
 
-    def allocate_run(sizes: Sequence[int], *, after: int | None = None) -> list[Extent] | None:
+    def allocate_together(sizes: Sequence[int], *, after: int | None = None) -> list[Extent] | None:
         calls.append(None)
         if len(calls) > calls_that_work:
             raise MemoryError("no room for the index itself")
         return genuine(sizes, after=after)
 
-    monkeypatch.setattr(allocator, "allocate_run", allocate_run)
+    monkeypatch.setattr(allocator, "allocate_together", allocate_together)
     with pytest.raises(MemoryError):
         reserve(store, (OWNER, 1), "abcd", *BOTH)
     monkeypatch.undo()
@@ -956,7 +1063,7 @@ def test_an_empty_store_and_an_empty_prompt() -> None:
     store.check()
 
 
-@pytest.mark.parametrize("damage", ["leak", "hold", "order", "count", "overlap"])
+@pytest.mark.parametrize("damage", ["leak", "hold", "order", "count", "overlap", "piece"])
 def test_check_finds_damage(damage: str) -> None:
     store = make_store(8)
     put(store, "abc")
@@ -969,6 +1076,9 @@ def test_check_finds_damage(damage: str) -> None:
         store._table._order._parents.move_to_end(chunk.key, last=False)
     elif damage == "count":
         store._table.resident_bytes -= 1
+    elif damage == "piece":
+        spec, ((offset, nbytes),) = chunk.layers[0]
+        chunk.layers[0] = (spec, (Extent(offset, nbytes // 2),))
     else:
         chunk.layers.update(store._table._chunks[make_keys("ab")[1]].layers)
     with pytest.raises(AssertionError):

@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from hs_cache.chunks import LEAST_PIECE_BYTES
 from hs_cache.errors import StaleIncarnationError, StaleRevisionError
 from hs_cache.kv_presence import Presence
 from hs_cache.messages import LayerSpec, Run, split_keys
@@ -76,10 +77,12 @@ class Reader:
 class StoreMachine(RuleBasedStateMachine):
     holds = Bundle("holds")
     finding = Bundle("finding")  # leases whose KV side is still being asked
+    specs = SPECS
+    least_piece_bytes = LEAST_PIECE_BYTES
 
     def __init__(self) -> None:
         super().__init__()
-        self.store = make_store(POOL_SLOTS)
+        self.store = make_store(POOL_SLOTS, least_piece_bytes=self.least_piece_bytes)
         self.memory = PoolMemory(POOL_SLOTS)
         self.next_id = 0
         self.writers: dict[HoldId, Writer] = {}
@@ -136,7 +139,7 @@ class StoreMachine(RuleBasedStateMachine):
         hold, keys = self.new_hold(b"node" if sent else owner), self.keys_of(tokens)
         first_chunk = min(skip, len(keys))
         before, held_before = self.there(), self.held_keys()
-        specs = tuple(SPECS[layer] for layer in layers)
+        specs = tuple(self.specs[layer] for layer in layers)
         reserved = self.store.reserve(
             hold,
             space=space_of(tokens),
@@ -202,7 +205,7 @@ class StoreMachine(RuleBasedStateMachine):
                 self.store.commit(hold)
             return hold
         keys, before = make_keys(writer.tokens), self.there()
-        specs = tuple(SPECS[layer] for layer in writer.layers)
+        specs = tuple(self.specs[layer] for layer in writer.layers)
         written = self.memory.read(writer.runs, specs)
         assert set(written.values()) <= {writer.write_id}, "somebody wrote into a reservation"
         if hold in self.given_up:
@@ -414,7 +417,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.publish()
-        for owner in (b"x", b"y", b"z", b"node"):
+        for owner in (b"x", b"y", b"z", b"node", b"wall"):
             self.store.release_owner(owner)
         stats = self.store.stats()
         assert (stats.reserved_bytes, stats.stranded_bytes, stats.leased_bytes) == (0, 0, 0)
@@ -424,6 +427,27 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.store.stats().free_bytes == stats.capacity_bytes
 
 
+class CuttingMachine(StoreMachine):
+    """The rows of a chunk may lie in several pieces: of layer 1, which is wider here, in up to four.
+
+    All the time some writers hold a slot each, so that most room is in holes too small for that layer.
+    """
+
+    specs = (make_spec(0), make_spec(1, slots=4))
+    least_piece_bytes = SLOT_BYTES
+
+    def __init__(self) -> None:
+        super().__init__()
+        walls = [
+            self.reserve(b"wall", tuple(make_tokens("a")), (0,), 0, "first wins", False, True)
+            for _ in range(POOL_SLOTS)
+        ]
+        for hold in {*walls} - {*walls[2::3]}:
+            self.release(hold)
+
+
 # Hypothesis shrinks a failure for up to five minutes; a timeout in the midst of that would hide it.
 TestStoreMachine = pytest.mark.timeout(400)(StoreMachine.TestCase)
 TestStoreMachine.settings = settings(max_examples=300, stateful_step_count=50, print_blob=True)
+TestCuttingMachine = pytest.mark.timeout(400)(CuttingMachine.TestCase)
+TestCuttingMachine.settings = settings(max_examples=150, stateful_step_count=50, print_blob=True)
