@@ -26,6 +26,7 @@ from benchmarks.tables import Table
 from benchmarks.targets import judge
 
 _HERE = Path(__file__).parent
+PROFILE = _HERE / "PROFILE.md"
 RESULTS, PLOT, SECONDS = _HERE / "RESULTS.md", _HERE / "results.png", _HERE / "run.json"
 
 _SUBJECTS = (HS_CACHE, BASELINE, LMCACHE_TUNED, LMCACHE, MOONCAKE, REDIS, RAY_BYTES, RAY_TENSOR)
@@ -79,7 +80,9 @@ def markdown(run: Run, plot: str) -> str:
         f"![store and retrieve by size]({plot})",
         _NOTES,
     ]
-    for table in tables(run):
+    targets, *others = tables(run)
+    parts += [f"## {targets.title}", targets.markdown(), PROFILE.read_text(encoding="utf-8").strip()]
+    for table in others:
         parts += [f"## {table.title}", table.markdown()]
     machine = Table("Machine and versions", ("what", "which"), [list(item) for item in run.machine.items()], left=2)
     parts += [f"## {machine.title}", machine.markdown(), "## Commands", _COMMANDS]

@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 _GIB = 1 << 30
 _PREFAULT_PIECE_BYTES = 32 << 20
 _POPULATE_PIECE_BYTES = 4 << 20
+_POPULATE_PAUSE_S = 0.002
 _POPULATE_POLL_S, _LONGEST_POLL_S = 0.1, 10.0
 _PER_TABLE_BYTE = 512  # eight bytes for a page of 4 KiB
 _SPARED_HEADROOM = 16
@@ -483,6 +484,8 @@ def _populate(of: "weakref.ref[PoolMapping]") -> None:
         if following == start:  # not all of the pool has memory yet
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+        else:  # others want the processor and the locks of the address space, too
+            time.sleep(_POPULATE_PAUSE_S)
         start = following
 
 
