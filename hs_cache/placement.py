@@ -108,9 +108,14 @@ class _Placement:
             return len(self._wanted), 0
         own = (chunk for position, chunk in self._tail if position > self._wanted[count - 1][0])
         spare = chain(self._table.evictable() if self._evicts else (), own)
-        if not self._make_room(count, need, spare):
+        short = max(need - self._table.free_bytes, 0)
+        together = self._make_room(count, need, spare)
+        if not together:
             count = self._place_in_pieces(count)
-        return len(self._wanted) - count, self._settle_victims()
+        lost = self._take_back()
+        if together and sum([chunk.nbytes for chunk in lost.values()]) > short + need:
+            lost = self._place_apart(count, need, lost)
+        return len(self._wanted) - count, self._evict(lost)
 
     def _may_evict(self) -> bool:
         """Whether chunks may go for this: it says so, and some layer could be served up to `first_chunk`, so that what
@@ -217,13 +222,36 @@ class _Placement:
         layer = before.layers.get(spec.layer_idx) if before is not None else None
         return layer[1][-1].offset + layer[1][-1].nbytes if layer is not None else None
 
-    def _settle_victims(self) -> int:
-        """Give back to the victims, heads before tails, what was not needed of them; evict the others."""
+    def _place_apart(self, count: int, need: int, lost: dict[bytes, Chunk]) -> dict[bytes, Chunk]:
+        """Place anew what came to lie where a head was with much behind it: apart, and where the coldest are. Returns
+        the chunks lost then."""
+        self._table.give_back(self._held.extents())
+        for victim in lost.values():
+            self._table.reoccupy(victim)
+        victims, self._victims = self._victims, []
+        step, next_try = 1, 0
+        for number, victim in enumerate(victims):
+            if need <= self._table.free_bytes and number >= next_try:
+                if self._take(count, apart=True):
+                    return self._take_back()
+                step *= 2
+                next_try = number + step
+            self._table.vacate(victim)
+            self._victims.append(victim)
+        taken = self._take(count, apart=True)
+        assert taken, "what fitted in one piece does not fit in several"
+        return self._take_back()
+
+    def _take_back(self) -> dict[bytes, Chunk]:
+        """Give back to the victims, heads before tails, what was not needed of them; those that are lost."""
         lost: dict[bytes, Chunk] = {}
         for victim in reversed(self._victims):
             # What continues a lost chunk can't be served: it goes too, so that what stays is a usable prefix.
             if self._table.parent(victim) in lost or not self._table.reoccupy(victim):
                 lost[victim.key] = victim
+        return lost
+
+    def _evict(self, lost: dict[bytes, Chunk]) -> int:
         if lost:
             present = self._held.present
             for position in [position for position, chunk in present.items() if chunk.key in lost]:

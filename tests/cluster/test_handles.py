@@ -13,7 +13,7 @@ from hs_cache.router import HIDDEN_STATES, KV, actors_of, find_actor, nodes_of
 from tests.builders import CHUNK_SIZE
 from tests.cluster import remotes
 from tests.cluster.children import make_rows
-from tests.processes import run_python
+from tests.processes import run_python, wait_until
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_kv_by_handle(actor: Any, service: str, model: str) -> None:
     ray.get(actor.store_hidden_states.remote(range(8), make_rows(8, 1), model=model))
     keys = TokenDatabase(KeySpace(model=model, chunk_size=CHUNK_SIZE)).chunk_keys(range(8))
     assert ray.get(kv.bound.remote())
-    assert list(ray.get(kv.presence.remote(keys.blob))) == [1, 1]
+    wait_until(lambda: list(ray.get(kv.presence.remote(keys.blob))) == [1, 1], "the KV actor is told of the store")
     ray.get(kv.report_evicted.remote(keys[1]))
     assert list(ray.get(kv.presence.remote(keys.blob))) == [1, 0]
     assert ray.get(kv.stats.remote()).absent >= 1

@@ -1,5 +1,6 @@
 """What a reservation costs: in proportion to its layers and chunks, however they are combined."""
 
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -86,3 +87,47 @@ def test_storing_and_leasing_many_layers_costs_in_proportion_to_them() -> None:
 
         steps[num_layers] = Steps(run)
     assert steps[2000].total < 5 * steps[500].total, (steps[2000].by_name - steps[500].by_name).most_common(5)
+
+
+def test_a_place_where_a_head_lies_is_not_worth_all_that_is_behind_it() -> None:
+    mebi = 1 << 20
+    store = HiddenStateStore(256 * mebi, chunk_size=64)
+    numbers = itertools.count()
+
+    def put_rows(hidden_dim: int, keys: list[bytes], first: int = 0) -> None:
+        hold = (OWNER, next(numbers))
+        store.reserve(
+            hold,
+            space=hidden_dim.to_bytes(16, "big"),
+            keys=keys,
+            num_tokens=64 * len(keys),
+            first_chunk=first,
+            specs=(LayerSpec(0, hidden_dim, "bfloat16"),),
+            kv_local=True,
+        )
+        store.commit(hold)
+
+    def pin_rows(hidden_dim: int) -> tuple[bytes, int]:
+        key, number = next(numbers).to_bytes(16, "big"), next(numbers)
+        put_rows(hidden_dim, [key])
+        store.lease((OWNER, number), [key], (0,))
+        store.settle((OWNER, number), [1])
+        return key, number
+
+    prefix = [b"prefix" + number.to_bytes(10, "big") for number in range(40)]
+    put_rows(8192, prefix[:1])
+    key, number = pin_rows(8192)  # one MiB next to the head, to be free
+    pin_rows(768)
+    for first in range(1, len(prefix)):  # what continues it lies scattered
+        put_rows(8192, prefix[: first + 1], first)
+        pin_rows(768)
+    while store.stats().free_bytes >= 2 * mebi:
+        pin_rows(8192)
+    while store.stats().free_bytes >= 64 << 10:
+        pin_rows(512)
+    store.release(OWNER, [number])
+    store.drop(key)
+    put_rows(8192, [b"other" + number.to_bytes(11, "big") for number in range(2)])
+    assert store.stats().evicted_chunks_total == 1
+    assert [store.contains(key, 0) for key in prefix] == [True] * 39 + [False]
+    store.check()

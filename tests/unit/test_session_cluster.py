@@ -521,6 +521,11 @@ def test_rows_that_are_lost_after_the_answer_end_the_prefix_there(clock: Clock) 
     assert cache.effects == ["stats"], "the attachment to the own node was kept"
 
 
+def operations_of(node: Node) -> int:
+    """Calls of it; when releases come is up to a thread."""
+    return sum(call != "release" for call in node.calls)
+
+
 def test_a_client_whose_serving_node_does_not_answer_is_served_by_another(clock: Clock) -> None:
     nodes = make_nodes()
     spread(nodes)
@@ -533,13 +538,13 @@ def test_a_client_whose_serving_node_does_not_answer_is_served_by_another(clock:
             begun = clock.monotonic()
             operation(cache)
             assert clock.monotonic() - begun == pytest.approx(TIMEOUT_S)
-        calls = len(nodes[0].calls)
+        asked = operations_of(nodes[0])
         begun = clock.monotonic()
         assert far.retrieve(TOKENS).num_tokens == 24
         assert far.put(make_tokens("z")).failed == 0
-        assert (clock.monotonic(), len(nodes[0].calls)) == (begun, calls)
+        assert (clock.monotonic(), operations_of(nodes[0])) == (begun, asked)
         assert near.retrieve(TOKENS).num_tokens == 24
-        assert len(nodes[0].calls) > calls, "a client on the node itself stays with it"
+        assert operations_of(nodes[0]) > asked, "a client on the node itself stays with it"
         clock.advance(troubles._SUSPICION_S)
     settled(nodes)
 

@@ -292,7 +292,7 @@ def test_a_client_finds_the_next_incarnation_and_lets_go_of_the_last() -> None:
     assert torch.equal(hit[0], make_rows(TOKENS)), "rows over the last incarnation stay"
     del hit
     node.settled()
-    assert node.num_mappings() == 2, "the new pool's owner and its client"
+    poll(lambda: node.num_mappings() == 2, "the new pool's owner and its client")
 
 
 def restarting(node: Node) -> Callable[[Callable[[], Any]], Any]:
