@@ -9,15 +9,16 @@ import logging
 import pkgutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.actor import ActorHandle
+from ray.exceptions import ActorDiedError, RayError
 
-from actors.kv_calls import RayKVCalls
 from hs_cache.config import CacheConfig
-from hs_cache.errors import PoolTooLargeError, ServiceError
+from hs_cache.errors import PoolTooLargeError, ServiceError, ServiceNotRunningError
 from hs_cache.html import short_id
 from hs_cache.kv_link import KVLink
 from hs_cache.machine import require_headroom
@@ -53,6 +54,44 @@ ROWS = "rows"
 
 _SWEEP_PERIOD_S = 1.0
 _HEADROOM_WAIT_S = 10.0
+
+
+class RayKVCalls:
+    """`hs_cache.kv_link.KVCalls` over Ray.
+
+    Args:
+        find: looks the actor up by its name.
+    """
+
+    def __init__(self, find: Callable[[], ActorHandle[Any]]) -> None:
+        self._find = find
+        self._actor = find()
+
+    def call(self, method: str, *args: Any, timeout_s: float) -> Any:
+        """See `KVCalls`."""
+        try:
+            return ray.get(self.send(method, *args), timeout=timeout_s)
+        except ActorDiedError as error:
+            raise ServiceNotRunningError(f"the KV actor is gone: {_first_line(error)}") from error
+        except RayError as error:
+            raise ServiceError(f"the KV actor: {type(error).__name__}: {_first_line(error)}") from error
+
+    def send(self, method: str, *args: Any) -> Any:
+        """See `KVCalls`."""
+        return getattr(self._actor, method).remote(*args)
+
+    def wait(self, sent: Sequence[Any], timeout_s: float) -> bool:
+        """See `KVCalls`."""
+        _, late = ray.wait(list(sent), num_returns=len(sent), timeout=timeout_s, fetch_local=False)
+        return not late
+
+    def renew(self) -> None:
+        """See `KVCalls`."""
+        self._actor = self._find()
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "")
 
 
 def _wait_for_headroom(nbytes: int) -> None:

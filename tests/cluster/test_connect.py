@@ -30,6 +30,7 @@ from hs_cache.errors import (
     ServiceNotRunningError,
     StaleIncarnationError,
 )
+from hs_cache.machine import process_start_time
 from hs_cache.router import HIDDEN_STATES, KV, actors_of, find_actor, find_controller, is_running, nodes_of
 from tests.builders import CHUNK_SIZE
 from tests.cluster.children import make_rows
@@ -236,7 +237,9 @@ def test_a_kv_actor_that_is_gone_for_good_is_replaced(name: str) -> None:
     (node_id,) = deploy.start(CacheConfig(**SETTINGS), service=name)
     cache = client(name)
     cache.store(range(8), {0: make_rows(8, 1)})
+    pid = pid_of(name, KV, node_id)
     ray.kill(find_actor(name, KV, node_id), no_restart=True)
+    wait_until(lambda: process_start_time(pid) is None, "its process has ended")
     assert cache.retrieve(range(8), 0).ended_by == "kv_unknown"
     wait_until(lambda: node_id in actors_of(name)[KV], "there is another one")
 

@@ -125,7 +125,6 @@ WITHOUT_TORCH = [
 ]
 ACTORS_WITHOUT_TORCH = [
     "kv_actor",
-    "kv_calls",
     "controller",
     "hidden_state_actor",
     "pair",
