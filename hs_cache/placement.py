@@ -149,13 +149,14 @@ class _Placement:
             need -= sizes[count]
         return count, need
 
-    def _make_room(self, count: int, need: int, spare: Iterator[Chunk]) -> bool:
+    def _make_room(self, count: int, need: int, spare: Iterator[Chunk], *, apart: bool = False) -> bool:
         """Vacate `spare` chunks, in order, until the first `count` wanted are placed or there are no more.
 
-        The rows of each layer are to lie together, as long as no more than `_MAX_HOLES` of the pool is vacated for it.
+        Unless it may be `apart` from the beginning, the rows of each layer are to lie together, as long as no more than
+        `_MAX_HOLES` of the pool is vacated for it.
         """
         most = need + int(_MAX_HOLES * self._table.capacity_bytes)
-        apart, step, next_try = False, 1, 0
+        step, next_try = 1, 0
         for number, victim in enumerate(spare):
             free = self._table.free_bytes
             if need <= free:
@@ -229,17 +230,8 @@ class _Placement:
         for victim in lost.values():
             self._table.reoccupy(victim)
         victims, self._victims = self._victims, []
-        step, next_try = 1, 0
-        for number, victim in enumerate(victims):
-            if need <= self._table.free_bytes and number >= next_try:
-                if self._take(count, apart=True):
-                    return self._take_back()
-                step *= 2
-                next_try = number + step
-            self._table.vacate(victim)
-            self._victims.append(victim)
-        taken = self._take(count, apart=True)
-        assert taken, "what fitted in one piece does not fit in several"
+        placed = self._make_room(count, need, iter(victims), apart=True)
+        assert placed, "what fitted in one piece does not fit in several"
         return self._take_back()
 
     def _take_back(self) -> dict[bytes, Chunk]:

@@ -12,6 +12,8 @@ import stat
 import struct
 import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from hs_cache.errors import PoolError
@@ -65,15 +67,12 @@ def create_memfd(name: str, header: PoolHeader) -> int:
         OSError: The system refuses.
     """
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
+    with closed_unless_kept(fd):
         os.fchmod(fd, stat.S_IRUSR | stat.S_IWUSR)
         os.ftruncate(fd, header.header_bytes + header.data_bytes)
         os.pwrite(fd, header.pack(), 0)
         # A file that cannot shrink cannot end anyone who maps it with SIGBUS.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    except BaseException:
-        os.close(fd)
-        raise
     return fd
 
 
@@ -93,21 +92,34 @@ def open_memfd(address: PoolAddress, header: PoolHeader, mode: int = os.O_RDWR) 
     Raises:
         PoolError: It can't be opened from here, or what is there is something else. The message gives the reason.
     """
-    fd = -1
-    try:
+    with opening(address):
         path = f"/proc/{address.pid}/fd/{address.fd}"
         target = os.readlink(path)  # opening a device or a FIFO has effects, so look first
         if not target.startswith("/memfd:"):
             raise PoolError(f"{path} is {target!r}, expected a pool's memfd")
         fd = os.open(path, mode | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-        _verify_memfd(fd, path, header)
-    except BaseException as error:
-        if fd >= 0:
-            os.close(fd)
-        if isinstance(error, OSError):
-            raise PoolError(f"cannot open the pool of process {address.pid}: {error}") from error
-        raise
+        with closed_unless_kept(fd):
+            _verify_memfd(fd, path, header)
     return fd
+
+
+@contextmanager
+def opening(address: PoolAddress) -> Iterator[None]:
+    """What the system refuses meanwhile is a `PoolError`."""
+    try:
+        yield
+    except OSError as error:
+        raise PoolError(f"cannot open the pool of process {address.pid}: {error}") from error
+
+
+@contextmanager
+def closed_unless_kept(fd: int) -> Iterator[None]:
+    """Close a file descriptor when something is raised."""
+    try:
+        yield
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 def _verify_memfd(fd: int, path: str, header: PoolHeader) -> None:

@@ -33,9 +33,11 @@ from hs_cache.pool_file import (
     INCARNATION_BYTES,
     PoolHeader,
     address_of,
+    closed_unless_kept,
     create_memfd,
     map_file,
     open_memfd,
+    opening,
     populate,
     spare_maps,
 )
@@ -365,18 +367,12 @@ class PoolMapping(_MappedPool):
             PoolError: It can't be opened from here, or what is there is something else. The message gives the reason.
         """
         _require_linux()
-        fd = -1
-        try:
+        with opening(address):
             if not process_alive(address.pid, address.start_time):
                 raise PoolError(f"the process {address.pid} that owned the pool is gone")
             fd = open_memfd(address, PoolHeader(address.incarnation, address.data_bytes))
-            return cls(fd, address.incarnation, address.data_bytes)
-        except BaseException as error:
-            if fd >= 0:
-                os.close(fd)
-            if isinstance(error, OSError):
-                raise PoolError(f"cannot open the pool of process {address.pid}: {error}") from error
-            raise
+            with closed_unless_kept(fd):
+                return cls(fd, address.incarnation, address.data_bytes)
 
     def pin_once(self) -> None:
         """`pin` at the first call; others wait for that, and do nothing. Blocks for the driver: about as long as a copy
