@@ -12,7 +12,8 @@ import torch
 
 import hs_cache
 from benchmarks.local import make_rows
-from benchmarks.subject import VOCABULARY, Size, check
+from benchmarks.prompts import make_prompt
+from benchmarks.subject import Size, check
 from benchmarks.worker import serve
 
 
@@ -28,8 +29,7 @@ class Client:
 
     def prepare(self, size: Size, number: int) -> None:
         """Store a prompt that no other process has."""
-        generator = torch.Generator().manual_seed(number)
-        self._prompt = torch.randint(0, VOCABULARY, (size.tokens,), generator=generator).tolist()
+        self._prompt = make_prompt(size.tokens, torch.Generator().manual_seed(number))
         check(self._cache.store(self._prompt, {0: make_rows(size)[0]}).stored == size.chunks, "not all was stored")
 
     def loop(self, at: float, seconds: float, reading: bool) -> int:

@@ -32,7 +32,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 import hs_cache
 from benchmarks import machine
 from benchmarks.measure import ROUNDS_OF_WARMUP, turned
-from benchmarks.subject import VOCABULARY
+from benchmarks.prompts import make_prompt
 from benchmarks.transfers import BARE_TRANSFER, CROSS_NODE_RETRIEVE, table
 from hs_cache.router import find_controller
 
@@ -79,9 +79,6 @@ def measure(near: Any, far: Any, tokens: int, hidden: int, rounds: int) -> dict[
     warm = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
     generator = torch.Generator().manual_seed(tokens)
 
-    def make_prompt() -> list[int]:
-        return torch.randint(0, VOCABULARY, (tokens,), generator=generator).tolist()
-
     def bare() -> float:
         started = time.perf_counter()
         array = ray.get(far.fetch.remote())
@@ -95,7 +92,7 @@ def measure(near: Any, far: Any, tokens: int, hidden: int, rounds: int) -> dict[
         return time.perf_counter() - started
 
     def retrieve(**options: Any) -> float:
-        prompt = make_prompt()
+        prompt = make_prompt(tokens, generator)
         assert ray.get(far.store.remote(prompt, tokens, hidden)) == tokens // near.chunk_size
         wait_until_known(near, prompt)
         started = time.perf_counter()
@@ -105,7 +102,7 @@ def measure(near: Any, far: Any, tokens: int, hidden: int, rounds: int) -> dict[
         return took
 
     def get_far() -> float:
-        prompt = make_prompt()
+        prompt = make_prompt(tokens, generator)
         assert near.store(prompt, {0: warm}).stored == tokens // near.chunk_size
         return float(ray.get(far.get.remote([near.retrieve_ref(prompt, 0)])))
 

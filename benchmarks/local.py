@@ -9,6 +9,7 @@ import ray
 import torch
 
 import hs_cache
+from benchmarks.prompts import half_of, make_prompt, tokens_found
 from benchmarks.subject import (
     CALL,
     COPY,
@@ -22,7 +23,6 @@ from benchmarks.subject import (
     RETRIEVE,
     STORE,
     STORE_ASYNC,
-    VOCABULARY,
     MeasurementError,
     Size,
     Subject,
@@ -138,8 +138,7 @@ class HSCache(Subject):
 
     def begin(self) -> None:
         self._prompt, self._missing, self._later = self._fresh(), self._fresh(), self._fresh()
-        half = self._size.tokens // 2
-        self._half = self._prompt[:half] + self._missing[half:]
+        self._half = half_of(self._prompt, self._missing)
         self._resident_before = self._pool().resident_bytes
 
     def wake(self) -> None:
@@ -172,8 +171,7 @@ class HSCache(Subject):
         elif step == KEYS:
             check(len(result) == self._size.chunks, f"{len(result)} keys")
         else:
-            expected = {HALF: self._size.tokens // 2, MISS: 0}.get(step, self._size.tokens)
-            check(result.num_tokens == expected, f"{step}: {result}")
+            check(result.num_tokens == tokens_found(step, self._size), f"{step}: {result}")
 
     def verify(self) -> None:
         hit = self._cache.retrieve(self._prompt, self._layers)
@@ -193,7 +191,7 @@ class HSCache(Subject):
         self._cache.close()
 
     def _fresh(self) -> list[int]:
-        return torch.randint(0, VOCABULARY, (self._size.tokens,), generator=self._random).tolist()
+        return make_prompt(self._size.tokens, self._random)
 
     def _drop(self, prompt: list[int]) -> None:
         for key in self._cache.chunk_keys(prompt):

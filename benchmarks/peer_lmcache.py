@@ -12,7 +12,8 @@ import torch
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.token_database import ChunkedTokenDatabase
 
-from benchmarks.subject import CHUNK_SIZE, HALF, KEYS, MISS, READ, RETRIEVE, STORE, VOCABULARY, Size, Subject, check
+from benchmarks.prompts import half_of, make_prompt, tokens_found
+from benchmarks.subject import CHUNK_SIZE, HALF, KEYS, MISS, READ, RETRIEVE, STORE, Size, Subject, check
 from benchmarks.worker import serve
 from tests.lmcache import golden
 from tests.lmcache.engines import close, make_engine, put_kv
@@ -51,8 +52,7 @@ class LMCache(Subject):
 
     def begin(self) -> None:
         self._prompt, self._missing = self._fresh(), self._fresh()
-        half = self._size.tokens // 2
-        self._half = self._prompt[:half] + self._missing[half:]
+        self._half = half_of(self._prompt, self._missing)
         self._stored = put_kv(self._engine, self._prompt)
         check(self._engine.lookup(tokens=self._prompt) == self._size.tokens, "the KV that was put isn't there")
 
@@ -79,9 +79,8 @@ class LMCache(Subject):
         elif step == KEYS:
             check(len(result) == self._size.chunks, f"{len(result)} keys")
         else:
-            expected = {HALF: self._size.tokens // 2, MISS: 0}.get(step, self._size.tokens)
             found = [0 if rows is None else len(rows) for rows in result]
-            check(found == [expected] * self._size.layers, f"{step}: {found} rows")
+            check(found == [tokens_found(step, self._size)] * self._size.layers, f"{step}: {found} rows")
 
     def verify(self) -> None:
         for found, rows in zip(self._retrieve(self._prompt), self._rows, strict=True):
@@ -104,7 +103,7 @@ class LMCache(Subject):
         close(_INSTANCE)
 
     def _fresh(self) -> list[int]:
-        return torch.randint(0, VOCABULARY, (self._size.tokens,), generator=self._random).tolist()
+        return make_prompt(self._size.tokens, self._random)
 
     def _retrieve(self, prompt: list[int]) -> list[Any]:
         return [self._store.retrieve_hidden_states(prompt, layer_idx=layer) for layer in range(self._size.layers)]

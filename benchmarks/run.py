@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from benchmarks.results import ClientsResult, Run, SizeResult
 from benchmarks.subject import MeasurementError, Subject
 
 _SERVICE, _FULL_SERVICE = "bench", "bench-full"
-_CROSS_NODE = "cross_node"
 _LEAST_BYTES = 256 << 20
 _COMMAND_TIMEOUT_S = 600
 
@@ -45,18 +44,13 @@ class Runner:
     def run(self) -> Run:
         """Measure everything. Takes minutes."""
         started = time.monotonic()
-        with _ray(self._object_store_bytes()) as address:
-            with self._service(_SERVICE, self._pool_bytes()):
+        with _ray(self._room_bytes()) as address:
+            with self._service(_SERVICE, self._room_bytes()):
                 sizes, kept = self._sizes()
                 clients = self._clients(address)
             full_pool = self._full_pool()
-        cross_node, tables = None, {}
-        for name in ("cross_node", "steps", "replay", "churn"):
-            found = self._command(name)
-            if name == _CROSS_NODE:
-                cross_node = found
-            elif found is not None:
-                tables[name] = found
+        cross_node = self._command("cross_node")
+        found = {name: self._command(name) for name in ("steps", "replay", "churn")}
         return Run(
             machine={**machine.machine(), **machine.peers()},
             rounds=self._plan.rounds,
@@ -68,14 +62,12 @@ class Runner:
             bytes_per_token=kept,
             skipped=self._skipped,
             cross_node=cross_node,
-            tables=tables,
+            tables={name: table for name, table in found.items() if table is not None},
         )
 
-    def _pool_bytes(self) -> int:
+    def _room_bytes(self) -> int:
+        """Of our pool, and of Ray's object store."""
         # Two prompts at once at most; results of more than half of the pool would be copies.
-        return max(_LEAST_BYTES, 4 * max(size.nbytes for size in self._plan.sizes))
-
-    def _object_store_bytes(self) -> int:
         return max(_LEAST_BYTES, 4 * max(size.nbytes for size in self._plan.sizes))
 
     @contextlib.contextmanager
@@ -159,9 +151,6 @@ class Runner:
         if name not in self._plan.commands:
             self._skip(name, "not part of the quick form")
             return None
-        if not (ROOT / "benchmarks" / f"{name}.py").exists():
-            self._skip(name, "there is no such benchmark here")
-            return None
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "found.json")
             line = [sys.executable, "-m", f"benchmarks.{name}", *self._plan.commands[name], "--json", str(file)]
@@ -209,7 +198,7 @@ def _connected(service: str) -> hs_cache.HiddenStateCache:
     return cache
 
 
-def _say(text: str, missing: dict[str, str] | Any = ()) -> None:
+def _say(text: str, missing: Mapping[str, str] | None = None) -> None:
     print(text, flush=True)
-    for name, reason in dict(missing).items():
+    for name, reason in (missing or {}).items():
         print(f"  {name}: {reason}", flush=True)

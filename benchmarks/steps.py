@@ -19,7 +19,7 @@ import torch
 import hs_cache
 from benchmarks import machine
 from benchmarks.measure import turned
-from benchmarks.subject import VOCABULARY
+from benchmarks.prompts import make_prompt
 from benchmarks.tables import Table
 
 
@@ -47,7 +47,7 @@ def measure(
     found: dict[tuple[str, int], int] = {}
     for number in range(rounds + 1):
         for way, size in turned(runs, number):
-            prompt = torch.randint(0, VOCABULARY, (tokens,)).tolist()
+            prompt = make_prompt(tokens)
             started = time.perf_counter()
             ways[way](prompt, size)
             seconds = time.perf_counter() - started
